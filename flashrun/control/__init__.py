@@ -1,0 +1,1 @@
+"""Decisions: fault classes, plans, the controller."""

@@ -1,0 +1,152 @@
+"""What follows from the words of ranks that are held: who can give state to whom, whether all are
+where the script is, which operations are issued again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashrun.messages import Message
+
+
+@dataclass
+class Rank:
+    """What is known of the process that serves a rank.
+
+    Attributes:
+        state: it has the state of its boundary (a replacement and a laggard have not).
+        held: its last word in this generation.
+        digest: hashes of its state at the target, once it was asked for them.
+        target: the boundary it was told to come to, -1 before.
+        failures: faults in a row without progress beyond boundary `failed_at`.
+    """
+
+    incarnation: int = 0
+    state: bool = True
+    port: int = 0
+    held: Message | None = None
+    digest: Message | None = None
+    built: bool = False
+    finished: bool = False
+    gone: bool = False
+    formed: bool = False
+    target: int = -1
+    failures: int = 0
+    failed_at: int = -1
+    spawned: bool = False  # a replacement that has not been live yet
+
+
+def donors_of(ranks: Sequence[Rank], rank: int) -> dict[str, int]:
+    """Who came with all that `rank` needs; a rank may have something that the others have not."""
+    mine = _shape_of(ranks[rank])
+    return {
+        str(i): r.port
+        for i, r in enumerate(ranks)
+        if r.held is not None and r.held["state"] and _shape_of(r) == mine
+    }
+
+
+def _shape_of(who: Rank) -> Any:
+    return who.held["check"].get("state") if who.held is not None else None
+
+
+def mismatch(ranks: Sequence[Rank], target: int) -> str | None:
+    """In what the ranks differ that are all held at boundary `target`; None: in nothing."""
+    checks = [(i, r.held["check"]) for i, r in enumerate(ranks) if r.held is not None]
+    donor, right = next((i, c) for i, c in checks if ranks[i].state)
+    for rank, check in checks:
+        if not ranks[rank].state and not donors_of(ranks, rank):
+            return (
+                f"no survivor has what rank {rank} has at boundary {target}: names and"
+                " shapes of the state differ"
+            )
+        where = f"rank {rank} and rank {donor} differ at boundary {target} in"
+        if check["site"] != right["site"]:
+            return f"{where} the optimizer call: {check['site']} and {right['site']}"
+        if not _like(check["buckets"], right["buckets"]):
+            return (
+                f"{where} how DDP has put gradients into buckets (does each rank use the same"
+                " layers in the same order?)"
+            )
+        if not ranks[rank].state:
+            continue  # a replacement has skipped what was computed; it takes the numbers
+        for other, theirs in checks:
+            if not ranks[other].state:
+                continue
+            common = check["groups"].keys() & theirs["groups"].keys()
+            for ident in sorted(common):
+                if check["groups"][ident] != theirs["groups"][ident]:
+                    return (
+                        f"at boundary {target} group {ident} has had"
+                        f" {check['groups'][ident]} operations on rank {rank} and"
+                        f" {theirs['groups'][ident]} on rank {other}"
+                    )
+    for ident, members in _members(ranks).items():
+        for rank in members:
+            held = ranks[rank].held
+            if held is not None and ident not in held["check"]["groups"]:
+                return f"group {ident} is missing on rank {rank} at boundary {target}"
+    return None
+
+
+def _like(mine: list[str | None], theirs: list[str | None]) -> bool:
+    """Whether the same DDP modules have rebuilt their buckets, and nothing is known to differ (see
+    flashrun/worker/buckets.py)."""
+    return len(mine) == len(theirs) and all(
+        a == b or (None in (a, b) and "" not in (a, b)) for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def numbers(ranks: Sequence[Rank]) -> dict[str, int]:
+    """Per group how many operations it has had at the target boundary."""
+    return {
+        ident: number
+        for who in ranks
+        if who.state and who.held is not None
+        for ident, number in who.held["check"]["groups"].items()
+    }
+
+
+def _members(ranks: Sequence[Rank]) -> dict[str, list[int]]:
+    """Groups that exist at the target boundary, with their members."""
+    members: dict[str, list[int]] = {}
+    for who in ranks:
+        if who.held is not None:
+            for ident in who.held["check"]["groups"]:
+                members[ident] = who.held["groups"][ident]["ranks"]
+    return members
+
+
+def first_again(ranks: Sequence[Rank]) -> tuple[dict[str, int], str | None]:
+    """Per group the first operation of the interval that is issued again by everybody.
+
+    From the interval's beginning where the inputs are kept (our own copies, so nothing can
+    have changed them). Where an input is gone, everything up to it is served from a survivor
+    instead, also to survivors on which it has not completed.
+    """
+    first: dict[str, int] = {}
+    groups: dict[str, list[tuple[int, Message]]] = {}
+    for rank, who in enumerate(ranks):
+        if who.state and who.held is not None:
+            for ident, group in who.held["groups"].items():
+                groups.setdefault(ident, []).append((rank, group))
+    for ident, members in groups.items():
+        base = max(int(g["base"]) for _, g in members)
+        start = max(int(g["lost"]) for _, g in members) + 1
+        if start <= base:
+            first[ident] = base
+            continue
+        served = {seq for _, g in members for seq in g["serves"]}
+        gone = [seq for seq in range(base, start) if seq not in served]
+        if not gone:
+            first[ident] = start
+            continue
+        undone = [r for r, g in members if int(g["done"]) < start]
+        if undone:
+            return {}, (
+                f"inputs of operations of group {ident} that are not complete on rank(s)"
+                f" {undone} were not kept (--retain)"
+            )
+        return {}, f"results of operations {gone[:5]} of group {ident} are gone"
+    return first, None

@@ -1,0 +1,127 @@
+"""While a store that outlives jobs does not answer: train on, and ask again within reason.
+
+Nothing in the path of a step needs the store, so a job goes on without it. It ends where somebody
+waits for what only the store can tell, for longer than an outage may take; and on a node that the
+others have been cut off from: they go on without it, and a rank must not have two processes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from flashrun.control.events import Timing
+from flashrun.control.probing import unanswered
+from flashrun.rendezvous.kv import ControlStore, KeyValue, StoreLost
+from flashrun.rendezvous.table import NodeRanks
+from flashrun.rendezvous.tcp_kv import Cancelled
+
+T = TypeVar("T")
+
+_PAUSE_S = 0.1  # beside what an attempt takes
+
+
+class Patience:
+    """See the module.
+
+    Args:
+        where: names the store.
+        cancel: ends every wait.
+        say: takes a line for a person.
+        awaited: whether somebody waits for the store now.
+        peers: the other nodes of the round.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        timing: Timing,
+        *,
+        cancel: threading.Event,
+        say: Callable[[str], None],
+        awaited: Callable[[], bool],
+        peers: Callable[[], Sequence[NodeRanks]],
+    ) -> None:
+        self._where = where
+        self._timing = timing
+        self._cancel = cancel
+        self._say = say
+        self._awaited = awaited
+        self._peers = peers
+        self._line_due = 0.0
+
+    def call(self, ask: Callable[[], T]) -> T:
+        """What the store answers, however often that takes; ``ask`` may be carried out twice.
+
+        Raises:
+            StoreLost: the wait is over; the message says what to do.
+            Cancelled: by ``cancel``.
+        """
+        since = time.monotonic()
+        self._line_due = since + self._timing.waiting_line
+        while True:
+            if self._cancel.is_set():
+                raise Cancelled("the wait for the store was ended")
+            try:
+                return ask()
+            except StoreLost as error:
+                self._consider(error, time.monotonic() - since)
+            self._cancel.wait(_PAUSE_S)
+
+    def _consider(self, error: StoreLost, silent_s: float) -> None:
+        """Raises StoreLost where there is nothing to wait for any more."""
+        limit = self._timing.outage
+        if self._awaited() and silent_s > limit:
+            raise StoreLost(
+                f"{error} It has been away for {silent_s:.0f} s while this node waited for it "
+                f"(--recovery-timeout={limit:g})."
+            ) from error
+        if silent_s > self._timing.detection_timeout:
+            self._look_around(error, silent_s)
+        if time.monotonic() >= self._line_due:
+            self._line_due = time.monotonic() + self._timing.waiting_line
+            self._say(
+                f"{self._where} has not answered for {silent_s:.0f} s; training goes on, and what "
+                "is lost meanwhile is dealt with when it is back"
+            )
+
+    def _look_around(self, error: StoreLost, silent_s: float) -> None:
+        peers = self._peers()
+        lonely = unanswered(peers)
+        if 2 * len(lonely) < len(peers) + 1:
+            return
+        names = ", ".join(peer.addr for peer in peers if peer.node in lonely)
+        raise StoreLost(
+            f"This node is cut off: {self._where} has not answered for {silent_s:.0f} s, and "
+            f"{names} cannot be reached either. Its workers are stopped, since the others may go "
+            "on without it. Mend its network and start its agent again."
+        ) from error
+
+
+class PatientKeyValue(KeyValue):
+    """A store that is asked with patience. A compare-and-swap that was carried out and not answered
+    tells of a failure: its callers look at what is there."""
+
+    def __init__(self, store: ControlStore, patience: Patience) -> None:
+        self._store = store
+        self._call = patience.call
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        return self._call(lambda: self._store.get_many(keys))
+
+    def put(self, key: str, value: bytes) -> None:
+        self._call(lambda: self._store.put(key, value))
+
+    def compare_and_swap(self, key: str, expected: bytes | None, value: bytes) -> bool:
+        return self._call(lambda: self._store.compare_and_swap(key, expected, value))
+
+    def increment(self, key: str) -> int:
+        return self._call(lambda: self._store.increment(key))
+
+    def delete(self, key: str) -> None:
+        self._call(lambda: self._store.delete(key))
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        return self._call(lambda: self._store.list_keys(prefix))

@@ -1,0 +1,73 @@
+"""Which ranks are replicas of each other, from the hashes of everybody's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashrun.messages import Message
+
+
+def equal_everywhere(proofs: Mapping[str, Message]) -> tuple[set[str], set[str]]:
+    """Of what scripts keep in places of their own: all names, and those that every rank has equal.
+
+    Args:
+        proofs: as for `compare`.
+    """
+    everybody = [proof.get("own", {}) for proof in proofs.values()]
+    names = {name for own in everybody for name in own}
+    return names, {
+        name for name in names if len({own.get(name) for own in everybody}) == 1
+    }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison has shown.
+
+    Attributes:
+        differing: names that differ between ranks although they should not.
+        private: names of what each rank keeps for itself, and that does differ.
+        lonely: rank -> what only it has.
+        size: bytes of the largest state.
+    """
+
+    differing: list[str]
+    private: list[str]
+    lonely: dict[int, str]
+    size: int
+
+
+def compare(proofs: Mapping[str, Message]) -> Verdict:
+    """
+    Args:
+        proofs: rank -> its ``replicas`` message, all for the same boundary.
+    """
+    everybody = {int(rank): proof["tensors"] for rank, proof in proofs.items()}
+    holders: dict[str, list[int]] = {}
+    for rank, tensors in everybody.items():
+        for name in tensors:
+            holders.setdefault(name, []).append(rank)
+    own = {name for proof in proofs.values() for name in proof["buffers"]}
+    differing = [
+        name
+        for name, ranks in holders.items()
+        if len(ranks) > 1 and len({everybody[rank][name] for rank in ranks}) > 1
+    ]
+    lonely: dict[int, str] = {}
+    if len(everybody) > 1:
+        for name, ranks in holders.items():
+            if len(ranks) == 1:
+                lonely.setdefault(ranks[0], name.split("/")[0])
+    return Verdict(
+        [name for name in differing if name not in own],
+        [name for name in differing if name in own],
+        lonely,
+        max(int(proof["bytes"]) for proof in proofs.values()),
+    )
+
+
+def named(names: list[str]) -> str:
+    """``"a"`` or ``"a (and 3 more)"``."""
+    more = len(names) - 1
+    return f"{names[0]} (and {more} more)" if more else names[0]

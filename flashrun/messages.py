@@ -1,0 +1,58 @@
+"""What workers and the recovery machine say to each other; JSON objects with an ``op``.
+
+Worker to agent, each with ``rank`` and ``incarnation`` in its first message of a connection:
+
+``hello``     rank, incarnation, pid, token, port (of its data server), generation, boundary
+``formed``    it has begun to form a process group
+``suspect``   generation, error: a collective failed here
+``held``      generation, boundary, state (has it the state of that boundary?), finished, groups,
+              check: it stands still and can take part in that generation. groups: ident ->
+              {ranks, base, issued, done}; check: what must be equal at that boundary; kept: names
+              of what the script keeps in places of its own and this rank has copies of; taken: of
+              what a replacement needs of that
+``built``     generation, seconds, bytes: its communicators are there and it has the state
+``live``      generation: the script goes on
+``failed``    generation, error: it could not do its part (a peer went away)
+``diverged``  reason: this worker can't be exact any more (a replacement: it can't be what the dead
+              worker was)
+``finished``  boundary: the script has ended well; it stays to serve
+``digest``    generation, tensors: name -> hash, of the state at the target
+``replicas``  boundary, tensors: name -> hash, own: likewise, bytes, confirm: it waits for the
+              comparison
+``event``     event: one structured event for the log
+
+Agent to worker:
+
+``abort``     generation, dead: a newer generation is open; let go of the communicators
+``plan``      generation, target, laggards, donors: rank -> "host:port", receives, compare, own:
+              names of what the script keeps in places of its own and all ranks have equal
+``others``    nodes: rank -> "host:port", of one worker of each node, for a replacement that asks
+              which files they have changed
+``own``       asked, shared: which of those names are equal on all ranks
+``rebuild``   generation, donors: rank -> "host:port", from: ident -> sequence number, private,
+              numbers
+``confirmed`` boundary: all ranks have the same state there
+``go``        generation
+``exit``      everybody has ended: go
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Message = dict[str, Any]
+
+TOKEN = "FLASHRUN_TOKEN"
+CHANNEL = "FLASHRUN_CHANNEL"
+RUN_DIR = "FLASHRUN_RUN_DIR"
+INCARNATION = "FLASHRUN_INCARNATION"
+GENERATION = "FLASHRUN_GENERATION"
+ADDRESS_GIVEN = "FLASHRUN_ADDRESS_GIVEN"  # "1": that is --local-addr
+ADDRESS = "FLASHRUN_ADDRESS"  # where peers of other nodes reach this one; "": there are none
+TABLE = "FLASHRUN_TABLE"  # path of the rank table, where there are several nodes
+RETAIN = "FLASHRUN_RETAIN"  # "off": no copies of inputs; a number: at most so many bytes
+
+RECOVERY_TIMEOUT = "FLASHRUN_RECOVERY_TIMEOUT"  # s; see config.Settings
+HEARTBEAT = "FLASHRUN_HEARTBEAT_INTERVAL"  # s
+
+EXIT_DIVERGED = 117  # a replacement ends so after it has said why

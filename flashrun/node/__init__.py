@@ -1,0 +1,1 @@
+"""One node: supervisor, agent, zygote, worker processes and their logs."""

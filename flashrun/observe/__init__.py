@@ -1,0 +1,1 @@
+"""Events, metrics, what a person reads."""

@@ -1,0 +1,175 @@
+"""The command line: from arguments and environment to a checked job, and on to the supervisor."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from flashrun.collector import off_while_loading
+from flashrun.errors import UsageError
+from flashrun.torch_here import check_torch
+
+if TYPE_CHECKING:
+    from flashrun.job import Job
+
+Outcome = int | Callable[[], None]
+
+_USAGE_STATUS = 2  # as argparse's
+_DEFAULT_PORT = 29500  # as torchrun's (torch.distributed.run.run)
+
+
+def job_from_namespace(
+    args: Namespace, environ: Mapping[str, str], origin: Callable[[str], str]
+) -> Job:
+    """A job from parsed arguments; also for a namespace that another program has parsed.
+
+    Follows ``torch.distributed.run.run`` and ``config_from_args`` (torch 2.13).
+
+    Args:
+        args: checked already (``flashrun.checks``).
+        environ: for the settings.
+        origin: where the value of an option was given, for errors.
+
+    Raises:
+        UsageError: torch refuses a value that no check of ours knows.
+    """
+    from torch.distributed.launcher.api import _get_entrypoint_name
+    from torch.distributed.run import config_from_args
+
+    from flashrun.checks import check_events
+    from flashrun.command_line import settings_of
+    from flashrun.config import OPTIONS, load_settings
+    from flashrun.control.terms import membership_of
+    from flashrun.job import Job
+    from flashrun.node.log_folder import clean_up_logs
+    from flashrun.rendezvous.endpoint import EndpointError
+
+    for name in ("config", *(option.name for option in OPTIONS)):
+        if not hasattr(args, name):  # parsed by torch's own parser
+            setattr(args, name, None)
+    settings = load_settings(settings_of(args), environ)
+    check_events(settings.events)
+    endpoint_from = origin("rdzv_endpoint" if args.rdzv_endpoint else "master_addr")
+    _choose_rendezvous(args)
+    try:
+        launch, entrypoint, entrypoint_args = config_from_args(args)
+    except OSError as error:
+        if error.filename is None:  # tempfile's, which has tried several
+            text = f"{error.strerror}; set TMPDIR to a folder that can be written"
+        else:
+            what = f"cannot make {error.filename!r}: {error.strerror}"
+            text = f"{origin('log_dir')}: {what}; give another folder"
+        raise UsageError(text) from None
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise UsageError(" ".join(str(error).split())) from None
+    try:
+        membership_of(launch, settings)
+    except ValueError as error:
+        clean_up_logs(launch, succeeded=True)  # config_from_args has made the folder
+        where = endpoint_from if isinstance(error, EndpointError) else origin("rdzv_conf")
+        text = " ".join(str(error).split())
+        if where == origin("rdzv_conf"):
+            text += " Give KEY=VALUE,KEY=VALUE."
+        raise UsageError(f"{where}: {text}") from None
+    if args.run_path:
+        kind = "run-path"
+    elif args.no_python:
+        kind = "program"
+    else:
+        kind = "module" if args.module else "script"
+    extra = [] if getattr(args, "use_env", True) else ["--local-rank=${local_rank}"]
+    return Job(
+        settings=settings,
+        launch=launch,
+        kind=kind,  # type: ignore[arg-type]
+        target=args.training_script,
+        args=(*extra, *args.training_script_args),
+        entrypoint_name=_get_entrypoint_name(entrypoint, entrypoint_args),
+        python=environ.get("PYTHON_EXEC", sys.executable),
+    )
+
+
+def _choose_rendezvous(args: Namespace) -> None:
+    """One node meets nobody: a store on a free port, as torchrun does."""
+    from flashrun.checks import meets_nobody
+
+    if meets_nobody(args):
+        args.rdzv_backend = "c10d"
+        args.rdzv_endpoint = "localhost:0"
+        args.rdzv_id = str(uuid.uuid4())
+    if args.standalone:
+        args.nnodes = "1:1"
+    if args.master_port is None:
+        args.master_port = _DEFAULT_PORT
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Job | None:
+    """Read and check a command line.
+
+    Returns:
+        The job; None if there was nothing to run (--version).
+
+    Raises:
+        UsageError: what is wrong, where it was given, what would be right.
+        SystemExit: --help.
+    """
+    from flashrun import checks
+    from flashrun.command_line import Origins, make_parser, parse_head, split_at_script
+
+    parser = make_parser(environ)
+    head, rest = split_at_script(parser, argv)
+    args = parse_head(parser, head, rest, environ)
+    if args.version:
+        return None
+    origin = Origins(parser, head, environ)
+    checks.check_all(args, origin)
+    return job_from_namespace(args, environ, origin)
+
+
+def version_text() -> str:
+    """flashrun's and torch's version."""
+    import torch
+
+    import flashrun
+
+    return f"flashrun {flashrun.__version__} (torch {torch.__version__})"
+
+
+def main(argv: Sequence[str]) -> Outcome:
+    """Run a command line.
+
+    Returns:
+        The exit status; in a forked worker: what runs the script (see ``flashrun.node.start.run``).
+    """
+    try:
+        from flashrun.config import COMMANDS
+
+        if argv and argv[0] in COMMANDS and argv[0] != "exec":
+            from flashrun.overview_command import main as show
+
+            return show(argv[0], argv[1:])
+        with off_while_loading():
+            check_torch()
+        if argv and argv[0] == "exec":
+            from flashrun.exec_program import main as execute
+
+            return execute(argv[1:])
+        with off_while_loading():
+            if "FLASHRUN_ARGS_FD" in os.environ:
+                from flashrun.exec_program import received_job
+
+                job: Job | None = received_job(os.environ)
+            else:
+                job = parse(argv, os.environ)
+            if job is None:
+                print(version_text())
+                return 0
+            from flashrun.node.start import run
+        return run(job)
+    except UsageError as error:
+        print(f"flashrun: error: {error}", file=sys.stderr)
+        return _USAGE_STATUS

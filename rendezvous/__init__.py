@@ -1,0 +1,1 @@
+"""Membership, key-value stores, rank table, bootstrap store (imported as flashrun.rendezvous)."""

@@ -1,0 +1,205 @@
+"""The rank table: who has which ranks in one round.
+
+It is static: the controller writes it once, each agent reads it once and lays it into the shared
+memory of its node, and there every worker finds who is where. No rank asks another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a node brings to a round: its id, number of workers, role, address and the ports of its
+    doorbell and of its bootstrap shard (0: none)."""
+
+    node: str
+    slots: int
+    role: str
+    addr: str
+    alive: int = 0
+    shard: int = 0
+
+
+def ranks_text(ranks: range) -> str:
+    """A node's ranks, for people."""
+    if len(ranks) == 1:
+        return f"rank {ranks.start}"
+    return f"ranks {ranks.start} to {ranks.stop - 1}"
+
+
+@dataclass(frozen=True)
+class NodeRanks:
+    """The ranks of one node's workers in a round.
+
+    Worker ``local_rank`` has global rank ``base_rank + local_rank`` and role rank
+    ``base_role_rank + local_rank``.
+    """
+
+    node: str
+    group_rank: int
+    slots: int
+    role: str
+    addr: str
+    base_rank: int
+    base_role_rank: int
+    role_world_size: int
+    alive: int = 0
+    shard: int = 0
+    instead: tuple[str, ...] = ()  # nodes that had this place and were lost; the last one first
+
+    @property
+    def ranks(self) -> range:
+        """In the job."""
+        return range(self.base_rank, self.base_rank + self.slots)
+
+
+@dataclass(frozen=True)
+class StorePlace:
+    """Where the scripts' default store is, when that may be on another node than it was when the
+    round began.
+
+    Attributes:
+        node: whose supervisor serves it.
+        moves: how often its host was lost in this round.
+    """
+
+    node: str
+    addr: str
+    port: int
+    moves: int = 0
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """One round of a job: every node's ranks and where the workers meet.
+
+    ``nodes`` is in group-rank order. ``master_port`` 0 means that the first node picks a free port
+    before it starts its workers (only when the agents' store is not shared with the workers).
+    ``token`` is the round's secret, by which workers know each other. ``joins`` counts the places
+    that other nodes have taken since the round began. ``store`` is where the default store is now;
+    None: always where it was (``master_addr``), and the job does not outlive its host.
+    """
+
+    round: int
+    restart_count: int
+    max_restarts: int
+    run_id: str
+    world_size: int
+    master_addr: str
+    master_port: int
+    use_agent_store: bool
+    nodes: tuple[NodeRanks, ...]
+    token: str = field(default="", repr=False)
+    joins: int = 0
+    store: StorePlace | None = None
+
+    @property
+    def group_world_size(self) -> int:
+        return len(self.nodes)
+
+    def of(self, node: str) -> NodeRanks | None:
+        """The ranks of ``node``, None when it is not part of this round."""
+        return next((n for n in self.nodes if n.node == node), None)
+
+    def places(self, ranks: Sequence[int]) -> dict[int, list[int]]:
+        """Which nodes (by number, in order) have some of ``ranks``, and which: their indices."""
+        bases = [node.base_rank for node in self.nodes]
+        found: dict[int, list[int]] = {}
+        for index, rank in enumerate(ranks):
+            found.setdefault(bisect_right(bases, rank) - 1, []).append(index)
+        return dict(sorted(found.items()))
+
+    def lay(self, path: str, node: str, address: str) -> None:
+        """Write it for the workers of ``node``, without the secret.
+
+        Args:
+            path: in shared memory; a reader finds it whole or not at all.
+            address: by which they reach what ``node`` itself serves.
+        """
+        nodes = tuple(replace(n, addr=address) if n.node == node else n for n in self.nodes)
+        Path(f"{path}.new").write_text(replace(self, nodes=nodes, token="").to_json())
+        os.replace(f"{path}.new", path)
+
+    def with_instead(self, lost: str, seat: Seat) -> RankTable:
+        """The same round, with another node in the place of a lost one."""
+        nodes = tuple(
+            replace(
+                n,
+                node=seat.node,
+                addr=seat.addr,
+                alive=seat.alive,
+                shard=seat.shard,
+                instead=(lost, *n.instead),
+            )
+            if n.node == lost
+            else n
+            for n in self.nodes
+        )
+        return replace(self, nodes=nodes, joins=self.joins + 1)
+
+    def with_store_at(self, place: NodeRanks, port: int) -> RankTable:
+        """The same round, with the default store on another node."""
+        assert self.store is not None
+        moved = StorePlace(place.node, place.addr, port, self.store.moves + 1)
+        return replace(self, store=moved)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> RankTable:
+        return RankTable.from_dict(json.loads(text))
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> RankTable:
+        fields = dict(data)
+        fields["nodes"] = tuple(
+            NodeRanks(**{**n, "instead": tuple(n.get("instead", ()))}) for n in fields["nodes"]
+        )
+        store = fields.get("store")
+        fields["store"] = None if store is None else StorePlace(**store)
+        return RankTable(**fields)
+
+
+def assign_ranks(seats: Sequence[Seat]) -> tuple[NodeRanks, ...]:
+    """Give ranks to ``seats``, which are in group-rank order.
+
+    The rule of ``SimpleElasticAgent._assign_worker_ranks`` (torch 2.13,
+    elastic/agent/server/api.py): global ranks count through the nodes in order; role ranks count
+    through the nodes of the same role; a role's world size is the sum of its slots.
+    """
+    role_sizes: dict[str, int] = {}
+    for seat in seats:
+        role_sizes[seat.role] = role_sizes.get(seat.role, 0) + seat.slots
+    ranks: list[NodeRanks] = []
+    base = 0
+    role_base = dict.fromkeys(role_sizes, 0)
+    for group_rank, seat in enumerate(seats):
+        ranks.append(
+            NodeRanks(
+                node=seat.node,
+                group_rank=group_rank,
+                slots=seat.slots,
+                role=seat.role,
+                addr=seat.addr,
+                base_rank=base,
+                base_role_rank=role_base[seat.role],
+                role_world_size=role_sizes[seat.role],
+                alive=seat.alive,
+                shard=seat.shard,
+            )
+        )
+        base += seat.slots
+        role_base[seat.role] += seat.slots
+    return tuple(ranks)

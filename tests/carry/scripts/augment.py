@@ -1,0 +1,51 @@
+"""Random augmentation in __getitem__, from three generators."""
+
+import random
+
+import numpy as np
+import torch
+from common import begin, leave, mse, net, shown
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+rank, world = begin()
+
+
+class Pictures(Dataset):
+    def __init__(self):
+        self.data = torch.randn(120, 16, generator=torch.Generator().manual_seed(4))
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, i):
+        x = self.data[i] + 0.1 * torch.randn(16)
+        if random.random() < 0.5:
+            x = x.flip(0)
+        return x * float(np.random.uniform(0.9, 1.1)), x.sum().reshape(1)
+
+
+data = Pictures()
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=5, sampler=sampler)
+model = DDP(net())
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+torch.manual_seed(rank)
+random.seed(rank)
+np.random.seed(rank)
+step, history = 0, []
+for epoch in range(8):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        noise = random.gauss(0, 1)
+        optimizer.zero_grad()
+        loss = mse(model(x), y) * (1 + 0.01 * noise)
+        loss.backward()
+        optimizer.step()
+        step += 1
+        history.append(loss.item())
+        shown(step)
+leave(
+    model=model.state_dict(), optimizer=optimizer.state_dict(), history=history,
+    python=random.getstate()[1], numpy=np.random.get_state()[1].tolist(),
+)  # fmt: skip

@@ -1,0 +1,287 @@
+"""Jobs whose nodes are network namespaces: other networks than loopback, links that are cut, nodes
+that stand still. Whatever happens, one process acts as a rank, and the weights are those of an
+undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import etcd, helpers, netns
+from tests.jobs import Job, job, write_script
+from tests.test_recovery import TRAIN
+from tests.test_recovery_nodes import (
+    SLOTS,
+    STEPS,
+    WAITING,
+    Nodes,
+    results,
+    undisturbed,  # noqa: F401  # a fixture
+)
+
+Start = Callable[..., Any]
+# Rank 1 waits again, so that there is time to look at what came after a fault.
+HELD = WAITING.replace(
+    "        if step == 20",
+    '        if step == 75 and RANK == 1: await_release("end")\n        if step == 20',
+)
+QUICK = ("--heartbeat-interval=1", "--detection-timeout=4")
+PROXY = {f"{name}_proxy": "http://10.77.0.99:3128" for name in ("http", "https", "all", "HTTP")}
+
+
+class Lan(Nodes):
+    """A job on a network; ``nodes`` of its agents take part, the rest are spares."""
+
+    def __init__(
+        self, network: netns.Network, jobs: Sequence[Job], nodes: int, out: Path
+    ) -> None:
+        super().__init__(jobs, out)
+        self.network = network
+        self.ranks = SLOTS * nodes
+
+    def index(self, node: Job) -> int:
+        return list(self.jobs).index(node)
+
+    def freeze(self, node: Job) -> list[int]:
+        """SIGSTOP everything of it; the pids, for `thaw`."""
+        pids = [row.pid for row in node.rows()]
+        helpers.freeze(*pids)
+        return pids
+
+    def thaw(self, pids: Sequence[int]) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def workers(self, node: Job) -> list[psutil.Process]:
+        """The processes of its workers that have spoken."""
+        return [psutil.Process(pid) for pid in {e["pid"] for e in node.told("step")}
+                if psutil.pid_exists(pid)]  # fmt: skip
+
+    def check(self, expected: Callable[[int], dict[str, str]]) -> None:
+        """The weights, and that one process of each rank has come to the end."""
+        assert results(self.out, self.ranks) == expected(self.ranks), self.describe()
+        saved = [e["rank"] for j in self.jobs for e in j.told("saved")]
+        assert sorted(saved) == list(range(self.ranks)), self.describe()
+
+
+def _etcd(network: netns.Network, folder: Path, stack: ExitStack) -> str:
+    """Start a server in the switch's namespace; where it is."""
+    etcd.need()
+    cluster = etcd.Cluster(folder / "etcd")
+    (server,) = cluster.members
+    away = [word.replace("127.0.0.1", network.switch_address) for word in server.arguments]
+    server.arguments = ["ip", "netns", "exec", network.switch, *away]
+    stack.callback(cluster.kill)
+    server.start()
+    return f"{network.switch_address}:{server.port}"
+
+
+@pytest.fixture
+def lan(tmp_path: Path) -> Start:
+    netns.need()
+
+    @contextmanager
+    def run(
+        nodes: int, *flags: str, kind: str = "flat", backend: str = "flash",
+        spares: int = 0, body: str = TRAIN, env: dict[str, str] | None = None,
+        fifos: Sequence[str] = (), local_addr: bool = False,
+    ) -> Iterator[Lan]:  # fmt: skip
+        out = tmp_path / "out"
+        out.mkdir()
+        with ExitStack() as stack:
+            network = stack.enter_context(netns.Network(nodes + spares, kind))
+            host = network.address(0)
+            where = f"[{host}]:29400" if ":" in host else f"{host}:29400"
+            conf = "last_call_timeout=2,read_timeout=8"
+            if backend == "flash-etcd":
+                where, conf = _etcd(network, tmp_path, stack), "last_call_timeout=2"
+            jobs = []
+            script = write_script(tmp_path, body)
+            for node in range(nodes + spares):
+                own = [f"--local-addr={network.address(node)}"] if local_addr else []
+                jobs.append(stack.enter_context(job(
+                    tmp_path, body, f"--nnodes={nodes}", f"--nproc-per-node={SLOTS}",
+                    f"--rdzv-backend={backend}", f"--rdzv-endpoint={where}", "--rdzv-id=j",
+                    f"--rdzv-conf={conf}", f"--spares={spares}",
+                    *own, *flags, args=[str(STEPS)], env={"OUT": str(out), **(env or {})},
+                    name=f"n{node}", forked=True, recovery="in-place", fifos=fifos,
+                    within=network.within(node), script=script,
+                )))  # fmt: skip
+            yield Lan(network, jobs, nodes, out)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param("routed", {"env": PROXY}, id="subnets-proxy-no-names"),
+        pytest.param("ipv6", {}, id="ipv6", marks=pytest.mark.slow),
+        pytest.param("two", {"local_addr": True}, id="two-interfaces", marks=pytest.mark.slow),
+        pytest.param("two", {}, id="two-interfaces-by-route", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_is_replaced(
+    lan: Start, undisturbed: Any, kind: str, options: dict[str, Any]  # noqa: F811
+) -> None:
+    with lan(2, kind=kind, **options) as nodes:
+        nodes.await_step(30, 3)
+        nodes.kill(3)
+        nodes.await_step(50, 3)
+        nodes.kill(0)
+        nodes.ended()
+    nodes.check(undisturbed)
+    assert nodes.processes() == {0: 2, 1: 1, 2: 1, 3: 2}, nodes.describe()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["flash", "flash-etcd"])
+def test_a_node_that_is_cut_off(
+    lan: Start, undisturbed: Any, backend: str  # noqa: F811
+) -> None:
+    """It is alive and alone: the others go on, and it stops its workers by itself."""
+    # (With etcd any may be lost: here, the one with rank 0 and the store of the workers.)
+    cut, waits = (2, 1) if backend == "flash" else (0, 3)
+    body = WAITING.replace("RANK == 1", f"RANK == {waits}")
+    options = {"spares": 1, "body": body, "fifos": ("go",), "backend": backend}
+    with lan(2, "--max-restarts=1", *QUICK, **options) as nodes:
+        nodes.await_step(20, waits)
+        (_spare,) = nodes.await_spares()
+        lost = nodes.of(cut)
+        workers = nodes.workers(lost)
+        nodes.network.cut(nodes.index(lost))
+        nodes.of(waits).release("go")
+        assert not helpers.await_exit(workers, 90), nodes.describe()
+        assert lost.ended() == 1, nodes.describe()
+        for node in nodes.jobs:
+            if node is not lost:
+                node.wait(180)
+                assert node.ended() == 0, nodes.describe()
+    _went_on_without(nodes, lost, undisturbed)
+
+
+def _went_on_without(nodes: Any, lost: Job, undisturbed: Any) -> None:  # noqa: F811
+    """The job ended well without a node, which had lost its part in it."""
+    nodes.check(undisturbed)
+    assert not lost.told("saved")
+    for node in nodes.jobs:
+        if node is not lost:
+            assert node.err.count("(its node was lost); replacing it") in (0, 2)
+            assert "restart 1 of" not in node.err, nodes.describe()
+
+
+@pytest.mark.slow
+def test_a_node_that_stands_still(lan: Start, undisturbed: Any) -> None:  # noqa: F811
+    """The others go on; when it moves again, its workers are stopped."""
+    options = {"spares": 1, "body": HELD, "fifos": ("go", "end")}
+    with lan(2, "--max-restarts=1", *QUICK, **options) as nodes:
+        nodes.await_step(20, 1)
+        (spare,) = nodes.await_spares()
+        (lost,) = [j for j in nodes.jobs if j.told("step") and j is not nodes.jobs[0]]
+        workers = nodes.workers(lost)
+        frozen = nodes.freeze(lost)
+        nodes.jobs[0].release("go")
+        nodes.jobs[0]._await(lambda: spare.told("step", step=70), "the spare's workers", 120)
+        nodes.thaw(frozen)
+        assert not helpers.await_exit(workers, 60), nodes.describe()
+        nodes.jobs[0].release("end")
+        for node in nodes.jobs:
+            node.wait(180)
+            assert node.ended() == 0, nodes.describe()
+    _went_on_without(nodes, lost, undisturbed)
+
+
+@pytest.mark.slow
+def test_etcd_is_out_of_reach_for_one_node(lan: Start, undisturbed: Any) -> None:  # noqa: F811
+    """Training goes on, since the nodes reach each other, and a fault waits until it is back."""
+    with lan(2, *QUICK, backend="flash-etcd") as nodes:
+        nodes.await_step(10, 3)
+        alone = nodes.index(nodes.of(3))
+        nodes.network.forget(alone, nodes.network.switch_address)
+        nodes.await_step(30, 1)
+        nodes.kill(1)
+        nodes.jobs[alone].await_output("etcd at .* no answer", "err")
+        nodes.network.remember(alone, nodes.network.switch_address)
+        nodes.ended()
+    nodes.check(undisturbed)
+    assert nodes.processes() == {0: 1, 1: 2, 2: 1, 3: 1}, nodes.describe()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["flash", "flash-etcd"])
+def test_four_nodes_and_a_spare(
+    lan: Start, undisturbed: Any, backend: str  # noqa: F811
+) -> None:
+    """Workers of two nodes die, a node is cut off, and again a worker dies."""
+    with lan(4, "--max-restarts=1", *QUICK, spares=1, backend=backend) as nodes:
+        nodes.await_step(15, 5)
+        nodes.kill(5)
+        nodes.await_step(30, 0)
+        nodes.kill(2, 7)
+        nodes.await_step(50, 6)
+        (spare,) = nodes.spares()
+        lost = nodes.of(6)
+        if lost is nodes.jobs[0]:
+            lost = nodes.of(4)
+        nodes.network.cut(nodes.index(lost))
+        nodes.jobs[nodes.index(spare)].await_told("step", step=30, timeout=180)
+        os.kill(max(e["pid"] for e in spare.told("step", step=30)), signal.SIGKILL)
+        assert lost.wait(180) == 1, nodes.describe()
+        for node in nodes.jobs:
+            if node is not lost:
+                node.wait(180)
+                assert node.ended() == 0, nodes.describe()
+    nodes.check(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["by-hand", "by-faults"])
+def test_a_cordoned_node_gives_its_ranks_away(
+    lan: Start, undisturbed: Any, how: str  # noqa: F811
+) -> None:
+    """In the next round, which begins as all workers are lost; then it waits for the end."""
+    flags = ["--max-restarts=1", "--cordon-after=3"]
+    with lan(2, *flags, spares=1, body=HELD, fifos=("go", "end")) as nodes:
+        nodes.await_step(20, 1)
+        bad = nodes.of(3)
+        addr = nodes.network.address(nodes.index(bad))
+
+        def run(command: str, *arguments: str) -> str:
+            words = [*nodes.network.within(0), *helpers.launcher("flashrun"), command, *arguments]
+            done = subprocess.run(
+                [*words, f"{nodes.network.address(0)}:29400"], capture_output=True, text=True,
+                timeout=120, check=True,
+            )  # fmt: skip
+            return done.stdout
+
+        if how == "by-hand":
+            assert "it keeps ranks 2, 3 until then" in run("cordon", addr, "--reason=noisy fan")
+        nodes.of(1).release("go")
+        nodes.await_step(30, 3)
+        if how == "by-faults":
+            for step in (30, 42, 54):
+                nodes.await_step(step, 3)
+                first = nodes.pid(3)
+                nodes.kill(3)
+                bad._await(lambda first=first: nodes.pid(3) != first, "a replacement", 60)
+            bad.await_output(rf"this node \({addr}\) is cordoned: 3 faults within", "err")
+        nodes.await_step(60, 2)
+        nodes.kill(0, 1, 2, 3)
+        (spare,) = nodes.spares()
+        spare.await_told("step", step=5, timeout=120)
+        shown = next(line for line in run("nodes").splitlines() if addr in line)
+        assert ("cordoned: noisy fan" if how == "by-hand" else "cordoned: 3 faults") in shown
+        assert "may have ranks again" in run("uncordon", addr)
+        nodes.of(1).release("end")
+        nodes.ended()
+    nodes.check(undisturbed)
+    assert spare.told("saved") and not bad.told("saved"), nodes.describe()

@@ -1,0 +1,140 @@
+"""In-place recovery of nodes that meet in etcd, and what happens to a job while that fails:
+training goes on, and a worker that is lost meanwhile is replaced when etcd is back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import etcd
+from tests.test_overview import show
+from tests.test_recovery_nodes import (
+    FOREVER,
+    WAITING,
+    Start,
+    results,
+    start,  # noqa: F401  # a fixture
+    undisturbed,  # noqa: F401  # a fixture
+)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[etcd.Cluster]:
+    etcd.need()
+    with etcd.Cluster(tmp_path / "etcd", getattr(request, "param", 1)) as found:
+        yield found
+
+
+def where(cluster: etcd.Cluster) -> dict[str, str]:
+    return {"backend": "flash-etcd", "endpoint": ",".join(cluster.config().endpoints)}
+
+
+def left_in(cluster: etcd.Cluster) -> list[str]:
+    """The keys that are there, but for tokens, which go by themselves."""
+    found = cluster.ask(
+        cluster.members[0], "KVStub", "Range", "RangeRequest", key=b"/flashrun/",
+        range_end=b"/flashrun0",
+    )
+    return [kv.key.decode() for kv in found.kvs if b"/w/" not in kv.key]
+
+
+def test_workers_and_agents(
+    start: Start, undisturbed: Any, cluster: etcd.Cluster  # noqa: F811
+) -> None:
+    with start(2, spares=1, body=WAITING, fifos=("go",), **where(cluster)) as nodes:
+        nodes.await_step(20, 1)
+        (spare,) = nodes.await_spares()
+        flags = [f for f in nodes.jobs[0].command if f.startswith("--rdzv")]
+        told = json.loads(show("status", "--json", *flags).stdout)
+        assert told["phase"] == "running" and len(told["nodes"]) == 3
+        shown = [line.split() for line in show("nodes", *flags).stdout.splitlines()[1:]]
+        assert [line[3] for line in shown] == ["running", "running", "spare"]
+        nodes.of(1).release("go")
+        nodes.await_step(30, 3)
+        nodes.kill(3)
+        nodes.of(0).await_output("rank 3 lost", "err")
+        for node in nodes.jobs:
+            os.kill(node.helper("agent"), signal.SIGKILL)
+        nodes.await_step(60, 1)
+        nodes.kill(0, 2)
+        nodes.ended()
+    assert results(nodes.out, 4) == undisturbed(4), nodes.describe()
+    assert nodes.processes() == {0: 2, 1: 1, 2: 2, 3: 2}, "survivors keep their processes"
+    for node in nodes.jobs:
+        assert "the new agent has taken over" in node.err or node is spare
+    assert left_in(cluster) == []
+
+
+@pytest.mark.slow
+def test_a_spare_takes_a_lost_nodes_place(
+    start: Start, undisturbed: Any, cluster: etcd.Cluster  # noqa: F811
+) -> None:
+    options = {"body": WAITING.replace("RANK == 1", "RANK == 0"), "fifos": ("go",), "spares": 1}
+    with start(2, *FOREVER, **options, **where(cluster)) as nodes:
+        nodes.await_step(20, 0)
+        (spare,) = nodes.await_spares()
+        lost, left = nodes.of(3), nodes.of(0)
+        lost.process.kill()
+        left.release("go")
+        for node in (left, spare):
+            node.wait(180)
+            assert node.ended() == 0, nodes.describe()
+    assert results(nodes.out, 4) == undisturbed(4), nodes.describe()
+    assert nodes.processes() == {0: 1, 1: 1, 2: 2, 3: 2}, "survivors keep their processes"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "fault"),
+    [
+        pytest.param(3, "leader-killed", marks=pytest.mark.slow),
+        pytest.param(3, "leader-frozen", marks=pytest.mark.slow),
+        (1, "gone"),
+        pytest.param(1, "gone-and-agents-killed", marks=pytest.mark.slow),
+    ],
+    indirect=["cluster"],
+)
+def test_the_control_plane_fails(
+    start: Start, undisturbed: Any, cluster: etcd.Cluster, fault: str  # noqa: F811
+) -> None:
+    with start(2, **where(cluster)) as nodes:
+        nodes.await_step(10, 3)
+        if fault.startswith("gone"):
+            cluster.kill()
+        elif fault == "leader-killed":
+            cluster.leader().kill()
+        else:
+            frozen = cluster.leader()
+            frozen.freeze()
+        nodes.await_step(30, 1)  # training goes on
+        nodes.kill(3)
+        if fault == "gone-and-agents-killed":
+            for node in nodes.jobs:
+                node.kill_helper("agent")
+        if fault.startswith("gone"):
+            nodes.of(3).await_output("no answer", "err")
+            for member in cluster.members:
+                member.start()
+        nodes.ended()
+        if fault == "leader-frozen":
+            frozen.signal(signal.SIGCONT)
+    assert results(nodes.out, 4) == undisturbed(4), nodes.describe()
+    assert nodes.processes() == {0: 1, 1: 1, 2: 1, 3: 2}, "survivors keep their processes"
+
+
+@pytest.mark.slow
+def test_a_fault_does_not_wait_for_ever(start: Start, cluster: etcd.Cluster) -> None:  # noqa: F811
+    with start(2, "--recovery-timeout=4", **where(cluster)) as nodes:
+        nodes.await_step(10, 3)
+        cluster.kill()
+        nodes.await_step(30, 1)
+        nodes.kill(3)
+        for node in nodes.jobs:
+            node.wait(120)
+            assert node.ended() == 1, nodes.describe()
+        assert "while this node waited for it (--recovery-timeout=4)" in nodes.of(3).err
