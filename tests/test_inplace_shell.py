@@ -112,6 +112,25 @@ def test_survivors_are_woken_before_anything_else_is_done_about_a_loss(
     assert told == [{"op": "abort", "generation": 1, "dead": [0]}]
 
 
+def test_the_last_words_of_a_worker_come_before_its_end(
+    shell: tuple[InPlace, selectors.BaseSelector, Workers],
+) -> None:
+    """The supervisor tells of the end, on another connection; what proved the replicas was not
+    heard then, and all were restarted."""
+    inplace, selector, _ = shell
+    told = []
+    decides = inplace._decides
+    decides.message = lambda rank, incarnation, message: told.append((rank, message["op"]))  # type: ignore[method-assign]
+    decides.exited = lambda rank, *_: told.append((rank, "exited"))  # type: ignore[method-assign]
+    with connect(inplace, 0), connect(inplace, 1) as dying:
+        for _ in range(4):
+            turn(selector)
+        told.clear()
+        dying.sendall(b'{"op": "replicas"}\n')
+        inplace.on_exited(1, 0, -signal.SIGKILL, {})
+    assert told == [(1, "replicas"), (1, "exited")]
+
+
 def test_a_dead_workers_connection_is_read_after_its_replacements(tmp_path: Path) -> None:
     """It was killed as it connected, on a busy machine. (Its replacement was never told of a later
     fault, and waited for ever in a collective.)"""

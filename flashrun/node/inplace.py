@@ -232,7 +232,9 @@ class InPlace:
 
     def on_exited(self, rank: int, incarnation: int, code: int, facts: Mapping[str, Any]) -> None:
         """A worker's process has ended."""
-        if self.gave_up is not None:
+        if self.gave_up is None:
+            self._channel.hear_out()
+        if self.gave_up is not None:  # which it may have asked for
             return
         kind, cause = classify(code, facts)
         if code == -signal.SIGKILL:

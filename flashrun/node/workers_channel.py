@@ -71,7 +71,8 @@ class WorkersChannel:
         with address(path) as short:
             self._listener.bind(short)
         self._listener.listen(backlog)
-        selector.register(self._listener, selectors.EVENT_READ, self._on_connect)
+        self._listener.setblocking(False)
+        selector.register(self._listener, selectors.EVENT_READ, self._on_readable)
 
     def close(self) -> None:
         self._selector.unregister(self._listener)
@@ -79,6 +80,16 @@ class WorkersChannel:
         for connection in list(self._open):
             self._drop(connection)
         os.unlink(self.path)
+
+    def hear_out(self) -> None:
+        """Pass on whatever the workers have written until now: before a word about a worker's end,
+        which comes another way, what it said last."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._on_connect()
+        for connection in list(self._open):
+            while self._on_data(connection):
+                pass
 
     def forget(self, rank: int) -> None:
         """The rank's process is another one from now on."""
@@ -105,6 +116,10 @@ class WorkersChannel:
         except OSError:
             self._drop(connection)
 
+    def _on_readable(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # heard out after the loop had seen it
+            self._on_connect()
+
     def _on_connect(self) -> None:
         sock, _ = self._listener.accept()
         sock.setblocking(False)
@@ -121,23 +136,25 @@ class WorkersChannel:
         if self._connections.get(connection.rank) is connection:
             del self._connections[connection.rank]
 
-    def _on_data(self, connection: _Connection) -> None:
+    def _on_data(self, connection: _Connection) -> bool:
+        """Whether there was something."""
         if connection not in self._open:
-            return  # dropped after the loop had seen that there is something to read
+            return False  # dropped after the loop had seen that there is something to read
         try:
             data = connection.sock.recv(1 << 20)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             data = b""
         if not data:
             self._drop(connection)
-            return
+            return False
         *lines, connection.buffer = (connection.buffer + data).split(b"\n")
         for line in lines:
             if connection not in self._open:
-                return
+                return False
             self._on_line(connection, json.loads(line))
+        return True
 
     def _on_line(self, connection: _Connection, message: dict[str, Any]) -> None:
         if message["op"] == "hello" and not self._greeted(connection, message):

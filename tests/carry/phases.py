@@ -104,6 +104,9 @@ def the_agent(run: Watched, draw: random.Random) -> None:
         run.await_step(rank, run.last() + GAP, 60)
     os.kill(run.job.pid, signal.SIGCONT)
     run.await_said("the new agent has taken over 3 running workers", "err")
+    # Killed before it had read what proves the replicas, it is told again; only then is a loss
+    # carried in place.
+    run.await_said("recovery: in place, 3 replicas", "err")
     _later(run, draw)
     assert run.present(range(RANKS)) == before
 
