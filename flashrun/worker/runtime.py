@@ -232,6 +232,7 @@ class Runtime:
         if not self.finished:
             failed = getattr(sys, "last_value", None)
             self.finish(failed)
+        self.replay.stop()
 
     def diverged(self, error: BaseException) -> NoReturn:
         """This worker can't go on exactly: say why, and end. Everybody is restarted."""

@@ -241,6 +241,11 @@ class Replay:
         """Whether there may be anything that `sent` refuses."""
         return self._session is not None and self._session.poison is not None
 
+    def stop(self) -> None:
+        """Call when the script and its exit handlers are done: ends the thread of the recording."""
+        if self._session is not None and self._session.randomness is not None:
+            self._session.randomness.stop()
+
     def abort_catchup(self) -> None:
         """Undo muting and file view after a `Divergence` or a crash, so that the report of it
         reaches the terminal. The log of the dead incarnation is left as it was."""

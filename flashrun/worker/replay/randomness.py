@@ -163,6 +163,7 @@ class Randomness:
         self._sequence = 0
         self._queue: deque[tuple[int, bytes, bytes, Tail]] = deque()
         self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
         self._found: dict[int, bytes] | None = None
         (folder / "states").mkdir(exist_ok=True)
 
@@ -261,10 +262,9 @@ class Randomness:
     def _count_draws(self) -> None:
         counter = mersenne.DrawCounter()
         states: Writer | None = None
-        never = threading.Event()
-        while True:
+        while not self._stop.is_set():
             if not self._queue:
-                never.wait(_PAUSE)
+                self._stop.wait(_PAUSE)
                 continue
             number, before, after, tail = self._queue.popleft()
             drawn = counter.count(before, after)
@@ -278,6 +278,14 @@ class Randomness:
                 states = Writer(folder)
             states.append(kinds.STATE, 0, _COUNT.pack(number) + after)
             tail.fill(_UNFOUND)
+
+    def stop(self) -> None:
+        """Wait for the counting thread to end, before the interpreter does. That ends any thread
+        which asks for the GIL from then on, and where torch asks for it, in a C++ destructor, this
+        terminates the process (pybind11's ``gil_scoped_release``; Python before 3.14)."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def end_past(self, ordinal: int, sink: Sink, known: set[int]) -> None:
         """The same past the end of a dead worker's log, which has the generators `known`."""
