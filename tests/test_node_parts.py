@@ -604,6 +604,13 @@ def test_last_lines() -> None:
     assert stderr_tail.last_lines("", 5) == []
 
 
+def test_last_lines_have_a_progress_bar_once() -> None:
+    bar = "\r 0%|  | 0/2\r50%|# | 1/2\r100%|##| 2/2 \r"
+    text = f"before\r\n{bar}\n{bar}Traceback:\nthe reason"
+    wanted = ["before", "100%|##| 2/2", "Traceback:", "the reason"]
+    assert stderr_tail.last_lines(text, 5) == wanted
+
+
 def test_what_was_passed_on_does_not_stay_on_the_disk(tmp_path: Path) -> None:
     """Of a relayed standard error, which may go on for weeks; its end stays for the report."""
     text = b"".join(b"line %d\n" % i for i in range(400_000))

@@ -90,5 +90,10 @@ def read(path: str) -> str:
 
 
 def last_lines(text: str, count: int) -> list[str]:
-    """The last ``count`` lines of ``text`` that a person would want to see."""
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+    """The last ``count`` lines of ``text`` that a person would want to see; of one that was written
+    over and over (a progress bar) what it showed last."""
+    shown = []
+    for line in text.split("\n"):
+        frames = [frame.rstrip() for frame in line.split("\r") if frame.strip()]
+        shown += frames[-1:]
+    return shown[-count:]
