@@ -548,6 +548,10 @@ def test_report_names_the_first_and_shows_its_last_lines() -> None:
     assert "host      : near" in text
     assert root.endswith("Last lines of standard error of rank 1 (failed first):\n  the reason\n")
     assert "another" not in text
+    # torch's note on how to get a traceback, not for the rank whose last lines are there
+    assert "traceback : see the last lines of its standard error, below" in root
+    assert text.count("To enable traceback see") == 1
+    assert "To enable traceback see" in report("t", [_failure(0)])
 
 
 def test_report_of_a_recorded_error_shows_that_only() -> None:

@@ -16,7 +16,9 @@ from torch.distributed.elastic.multiprocessing.errors import (
     get_error_handler,
 )
 
-_NOT_AVAILABLE = "<N/A>"  # as torch.distributed.elastic.multiprocessing.errors has it
+# As torch.distributed.elastic.multiprocessing.errors has them.
+_NOT_AVAILABLE = "<N/A>"
+_NO_TRACEBACK = "To enable traceback see"
 
 Failure = dict[str, Any]
 
@@ -111,9 +113,13 @@ def report(name: str, failures: Sequence[Failure]) -> str:
         name: the entry point's name (title of the report).
         failures: at least one.
     """
-    text = str(JobFailedError(name, failures))
     root = first_failure(failures)
-    if root["tail"] and not isinstance(root["message"], dict):
+    shown = bool(root["tail"]) and not isinstance(root["message"], dict)
+    if shown and root["message"].startswith(_NO_TRACEBACK):
+        below = {**root, "message": "see the last lines of its standard error, below"}
+        failures = [below if failure is root else failure for failure in failures]
+    text = str(JobFailedError(name, failures))
+    if shown:
         lines = "\n".join(f"  {line}" for line in root["tail"])
         text += f"\nLast lines of standard error of rank {root['rank']} (failed first):\n{lines}\n"
     return text

@@ -219,6 +219,13 @@ DIFFERENCES = [
         holds=lambda torchrun, flashrun: flashrun in ([0], None) or "Trace" not in str(flashrun),
     ),
     Difference(
+        r"report\.root\.\d+\.traceback",
+        "where the last lines of standard error follow the report, it does not say how to get a "
+        "traceback",
+        holds=lambda torchrun, flashrun: "To enable traceback see" in str(torchrun)
+        and flashrun == "see the last lines of its standard error, below",
+    ),
+    Difference(
         r"report\.others\..*",
         "ranks that the launcher stopped itself are not listed as failures (issue 2)",
         holds=lambda torchrun, flashrun: flashrun is None,
