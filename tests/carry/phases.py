@@ -102,8 +102,13 @@ def the_agent(run: Watched, draw: random.Random) -> None:
     run.agents += 1
     for rank in range(RANKS):  # training goes on
         run.await_step(rank, run.last() + GAP, 60)
+    # An agent takes as long to start as some hundred steps, on a busy machine: the others wait for
+    # one rank meanwhile, in their collective.
+    waited_for = before[draw.randrange(RANKS)]
+    helpers.freeze(waited_for)
     os.kill(run.job.pid, signal.SIGCONT)
     run.await_said("the new agent has taken over 3 running workers", "err")
+    os.kill(waited_for, signal.SIGCONT)
     # Killed before it had read what proves the replicas, it is told again; only then is a loss
     # carried in place.
     run.await_said("recovery: in place, 3 replicas", "err")

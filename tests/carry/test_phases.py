@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,8 @@ SCRIPTS = [
 def test_phases(
     kind: Kind, name: str, undisturbed: Undisturbed, tmp_path: Path, seed: int
 ) -> None:
+    if name == "agent" and kind.script == "ddp_loader":
+        kind = dataclasses.replace(kind, args=("20",))  # epochs: an agent takes a while
     draw = random.Random(seed)
 
     def strike(run: Watched) -> None:
