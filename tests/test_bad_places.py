@@ -194,6 +194,7 @@ def test_no_room_for_old_files(
             assert "; make room in" in job.err
         else:
             assert "Read-only file system" in job.err and " writable, or let the job" in job.err
+        assert "stopping this round: it cannot go on in place, see above\n" in job.err
         assert "restart 1 of at most 1" in job.err
     else:
         assert "no step lost" in job.err

@@ -613,7 +613,7 @@ class Agent:
         if self._group is None or self._group.table.round != event.round:
             return
         if event.restart:
-            name, line = "stop", f"stopping this round: {event.reason}"
+            name, line = "stop", f"stopping this round: {self._not_again(event.reason)}"
             if event.growth:
                 name, line = "growth", event.reason
             say(line, "warning", event=name, round=event.round, **event.growth)
@@ -621,6 +621,11 @@ class Agent:
             self._begin_stopping(int(signal.SIGTERM))
         else:
             self._stopped()
+
+    def _not_again(self, reason: str) -> str:
+        """`reason` without what the recovery's own last line has said."""
+        told = "" if self._inplace is None else self._inplace.told
+        return reason.replace(told, "it cannot go on in place, see above") if told else reason
 
     def _on_finish(self, event: Finish) -> None:
         self._verdict = event
@@ -757,7 +762,8 @@ class Agent:
             by_rank: Mapping[int, Failure] = {f["rank"]: f for f in failures}
             self._events.ended(self._group.facts(), by_rank, verdict.success)
         if verdict.reason:
-            say(verdict.reason, "error" if not verdict.success else "debug", event="finish")
+            line = self._not_again(verdict.reason)
+            say(line, "error" if not verdict.success else "debug", event="finish")
         if failures:
             sys.stderr.write(report(self._job.entrypoint_name, failures) + "\n")
             hand_up(failures)

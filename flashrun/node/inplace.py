@@ -40,7 +40,7 @@ from flashrun.messages import Message
 from flashrun.node.deciding import Alone, Decides, OnQuiet, Several, Together
 from flashrun.node.heartbeats import Heartbeats
 from flashrun.node.workers_channel import WorkersChannel
-from flashrun.observe.console import say
+from flashrun.observe.console import say, shows
 from flashrun.rendezvous.table import RankTable
 
 # Exceptions that are a communication or device error, not the script's own: their texts. A worker
@@ -157,6 +157,7 @@ class InPlace:
 
     Attributes:
         gave_up: why the rest is torchrun's business (restart or end); None while in place.
+        told: `gave_up`, once a line that is shown here has said it; "" otherwise.
         lost: failures of workers that were replaced, for the report if it comes to that.
     """
 
@@ -177,6 +178,7 @@ class InPlace:
         self._workers = workers
         self.round = round_
         self.gave_up: str | None = None
+        self.told = ""
         self.lost: list[dict[str, Any]] = []
         self._let_go_at: float | None = None
         self._untold: list[list[Any]] = [] if state is None else list(state.untold)
@@ -363,6 +365,8 @@ class InPlace:
                 self._workers.excuse_worker(command.rank)
             elif isinstance(command, Log):
                 self._untold.append([command.line, dict(command.event)])
+                if self.gave_up and self.gave_up in command.line and shows("info"):
+                    self.told = self.gave_up
         for send in sends:
             self._channel.note(send.rank, send.message)
         self._workers.save()

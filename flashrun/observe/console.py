@@ -31,6 +31,11 @@ def configure(level: str, event_file: str | None = None) -> None:
         _event_file = event_file
 
 
+def shows(level: str) -> bool:
+    """Whether lines of this level are shown."""
+    return LEVELS.index(level) >= _threshold
+
+
 def say(line: str, level: str = "info", event: str | None = None, **fields: Any) -> None:
     """Show one line and write its record.
 
@@ -40,7 +45,7 @@ def say(line: str, level: str = "info", event: str | None = None, **fields: Any)
         event: short name of what happened (``worker-failed``); None: the line is no event.
         fields: values of the record, JSON types.
     """
-    if LEVELS.index(level) >= _threshold:
+    if shows(level):
         prefix = "flashrun:" if level in ("debug", "info") else f"flashrun: {level}:"
         try:
             os.write(sys.stderr.fileno(), f"{prefix} {line}\n".encode())
