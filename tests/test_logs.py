@@ -152,6 +152,21 @@ def test_a_replacement_goes_on_with_the_log_of_its_rank(tmp_path: Path, flag: st
                     assert shown.count(f"[default{rank}]:{line}\n") == 1, job.describe()
 
 
+@pytest.mark.parametrize("flag", ["--tee=3", "--redirects=0"])
+def test_flashrun_begins_a_line_of_its_own(tmp_path: Path, flag: str) -> None:
+    """Where it knows what stands there: of what is tee'd, and of standard error passed on."""
+    body = """
+        sys.stderr.write("50 %")
+        await_release("go")
+        os._exit(3)
+    """
+    with jobs.job(tmp_path, body, flag, fifos=["go"]) as job:
+        job.await_output("50 %", "err")
+        job.release("go")
+        assert job.ended() == 1
+        assert "50 %\nflashrun: error: rank 0" in job.err, job.describe()
+
+
 # -- the report of a failure -----------------------------------------------------------------------
 
 

@@ -65,7 +65,7 @@ from flashrun.node.process_tree import KILL_PATIENCE
 from flashrun.node.watchdog import Watchdog
 from flashrun.node.wire import Message, Wire
 from flashrun.node.worker_group import Member, WorkerGroup
-from flashrun.observe.console import say
+from flashrun.observe.console import begin_with, say
 from flashrun.rendezvous.endpoint import listen_address
 from flashrun.rendezvous.server import StoreInUse, StoreNotBound
 from flashrun.rendezvous.table import RankTable, ranks_text
@@ -107,6 +107,7 @@ class Agent:
         if launch.max_nodes > 1:  # one node has nobody to tell its full name to
             threading.Thread(target=self._learn_full_name, name="full name", daemon=True).start()
         self._tee = LogTee()
+        begin_with(self._tee.end_line)
         self._group: WorkerGroup | None = None
         self._phase: Phase = "joining"
         self._deadline: float | None = None

@@ -52,13 +52,19 @@ def split_lines(data: bytes) -> tuple[list[tuple[bytes, int]], bytes]:
 
 @dataclass(eq=False)
 class Sink:
-    """Where lines go: a descriptor, and whose unfinished line stands there at the moment."""
+    """Where lines go: a descriptor, and whose unfinished line stands there at the moment.
+
+    Attributes:
+        midline: an unfinished line stands there, whosesoever.
+    """
 
     fd: int
     owner: Tail | None = None
+    midline: bool = False
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
+        self.midline = not data.endswith(b"\n")
         while view:
             try:
                 view = view[os.write(self.fd, view) :]
@@ -186,11 +192,17 @@ class Tail:
 class LogTee:
     """Follows any number of files; owned by the agent's loop.
 
+    Attributes:
+        out, err: the launcher's own standard output and error.
+
     Use: register ``fileno()`` for reading and call :meth:`on_readable`; call :meth:`tick` after at
     most :meth:`timeout` seconds.
     """
 
     def __init__(self) -> None:
+        self.out, self.err = Sink(1), Sink(2)
+        one_place = os.path.samestat(os.fstat(1), os.fstat(2))
+        self._shown = (self.out, self.err) if one_place else (self.err,)
         self._inotify = INotify()
         self._tails: dict[int, list[Tail]] = {}
 
@@ -205,6 +217,14 @@ class LogTee:
             watch = self._inotify.add_watch(tail.path, flags.MODIFY)
             self._tails.setdefault(watch, []).append(tail)
             tail.advance(time.monotonic())
+
+    def end_line(self) -> str:
+        """What a line of somebody else's on standard error has to begin with. A rank's line that it
+        interrupts is shown whole when it is complete, as after one of another rank."""
+        midline = any(sink.midline for sink in self._shown)
+        for sink in self._shown:
+            sink.owner, sink.midline = None, False
+        return "\n" if midline else ""
 
     def on_readable(self) -> None:
         now = time.monotonic()

@@ -274,7 +274,7 @@ class WorkerGroup:
 
     def _follow(self, fresh: bool) -> None:
         """Show the files that are tee'd, and the filtered copies."""
-        out, err = Sink(1), Sink(2)
+        out, err = self._tee.out, self._tee.err
         logs = self._logs
         tails: list[Tail] = []
         streams: tuple[tuple[dict[int, str], Sink, list[str] | None, str, str], ...] = (

@@ -10,12 +10,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 LEVELS = ("debug", "info", "warning", "error")
 
 _threshold = LEVELS.index("info")
 _event_file: str | None = None
+_end_line: Callable[[], str] = str
 
 
 def configure(level: str, event_file: str | None = None) -> None:
@@ -29,6 +31,16 @@ def configure(level: str, event_file: str | None = None) -> None:
     _threshold = LEVELS.index(level)
     if event_file is not None:
         _event_file = event_file
+
+
+def begin_with(end_line: Callable[[], str]) -> None:
+    """Have each line begin with what ends a line that somebody else has left unfinished.
+
+    Args:
+        end_line: gives a newline where there is such a line, otherwise "".
+    """
+    global _end_line
+    _end_line = end_line
 
 
 def shows(level: str) -> bool:
@@ -48,7 +60,7 @@ def say(line: str, level: str = "info", event: str | None = None, **fields: Any)
     if shows(level):
         prefix = "flashrun:" if level in ("debug", "info") else f"flashrun: {level}:"
         try:
-            os.write(sys.stderr.fileno(), f"{prefix} {line}\n".encode())
+            os.write(sys.stderr.fileno(), f"{_end_line()}{prefix} {line}\n".encode())
         except (OSError, ValueError):
             # The terminal is gone (or the stream was replaced): training goes on without it.
             pass
