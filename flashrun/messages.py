@@ -55,4 +55,7 @@ RETAIN = "FLASHRUN_RETAIN"  # "off": no copies of inputs; a number: at most so m
 RECOVERY_TIMEOUT = "FLASHRUN_RECOVERY_TIMEOUT"  # s; see config.Settings
 HEARTBEAT = "FLASHRUN_HEARTBEAT_INTERVAL"  # s
 
+# Of buffers that each rank has for itself (BatchNorm): where all have the same, a peer can send it.
+SAME_BUFFERS = "SyncBatchNorm, or buffers broadcast before each optimizer step, avoid that"
+
 EXIT_DIVERGED = 117  # a replacement ends so after it has said why

@@ -30,7 +30,7 @@ from flashrun.control.commands import (
 )
 from flashrun.control.held import Rank, donors_of, first_again, mismatch, numbers
 from flashrun.control.replicas import compare, equal_everywhere, named
-from flashrun.messages import Message
+from flashrun.messages import SAME_BUFFERS, Message
 
 SLOWEST = 50e6  # bytes/s of state that a peer sends at least
 
@@ -667,6 +667,11 @@ class RecoveryMachine:
             if self.peerless:
                 lonely = ", ".join(f"{n} on rank {r}" for r, n in sorted(self.peerless.items()))
                 line += f"; but only one rank has: {lonely} (its loss restarts all)"
+            if self.private and len(self.bases) > 1:
+                line += (
+                    f"; but each rank has its own {named(self.private)}, so the loss of a node"
+                    f" restarts all where the last of these had not been copied ({SAME_BUFFERS})"
+                )
         else:
             return commands
         return [*commands, Log(line, {"event": "recovery-class", "line": line})]

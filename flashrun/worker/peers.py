@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashrun.messages import Message
+from flashrun.messages import SAME_BUFFERS, Message
 from flashrun.worker.oplog import Op
 from flashrun.worker.replay import elsewhere
 from flashrun.worker.replay.api import Divergence
@@ -85,9 +85,12 @@ class Peers:
         rt = self._rt
         written = rt.copied is None or rt.copied.has(rt.boundary)
         if private and not (written and rt.private.restore(rt.boundary, rt.state.buffers)):
+            lost = "was not kept"
+            if not written:
+                lost = f"had not been copied when its node was lost; {SAME_BUFFERS}"
             raise Divergence(
                 f"{private[0]} differs between ranks, and what rank {rt.rank} had at"
-                f" boundary {rt.boundary} was not kept"
+                f" boundary {rt.boundary} {lost}"
             )
         return total
 

@@ -475,8 +475,17 @@ def test_differing_parameters_restart() -> None:
 
 def test_differing_buffers_are_kept_by_each_rank() -> None:
     machine = RecoveryMachine(2)
-    assert "in place" in proof(machine, [{"b": "1"}, {"b": "2"}], ["b"])
+    line = proof(machine, [{"b": "1"}, {"b": "2"}], ["b"])
+    assert line.endswith("no step lost")
     assert machine.private == ["b"]
+
+
+def test_buffers_that_may_be_lost_with_a_node_are_told() -> None:
+    machine = RecoveryMachine(2, bases=[0, 1])
+    line = proof(machine, [{"b": "1", "c": "1"}, {"b": "2", "c": "2"}], ["b", "c"])
+    assert "no step lost; but each rank has its own b (and 1 more), so the loss of a node" in line
+    assert "SyncBatchNorm, or buffers broadcast" in line
+    assert "SyncBatchNorm" not in proof(RecoveryMachine(2, bases=[0, 1]), [{"b": "1"}] * 2, ["b"])
 
 
 def test_peerless_state_is_named() -> None:
