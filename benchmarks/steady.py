@@ -10,6 +10,7 @@ import json
 import os
 import select
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -32,7 +33,19 @@ KEEPS = (
 )
 IN_PLACE = (["flashrun", "--recovery=in-place"], {})
 RESTART = (["flashrun", "--recovery=restart"], {})
+TWO_NODES = (["flashrun", "--recovery=in-place", "--nnodes=2", "--rdzv-backend=flash"], {})
 Launcher = tuple[list[str], dict[str, str]]
+
+
+def commands(flags: list[str]) -> list[list[str]]:
+    """The flags of each node's command; the ranks are spread over the nodes."""
+    if "--nnodes=2" not in flags:
+        return [["--standalone", f"--nproc-per-node={RANKS}", *flags]]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        where = f"--rdzv-endpoint=127.0.0.1:{sock.getsockname()[1]}"
+    own = [f"--nproc-per-node={RANKS // 2}", where, "--rdzv-id=steady", *flags]
+    return [["--rdzv-conf=is_host=1", *own], ["--rdzv-conf=is_host=0", *own]]
 
 
 class Job:
@@ -50,37 +63,38 @@ class Job:
             for rank in range(RANKS):
                 os.mkfifo(self.folder / f"{pipe}.{rank}")
                 self.pipes[pipe, rank] = os.open(self.folder / f"{pipe}.{rank}", os.O_RDWR)
-        self.process = subprocess.Popen(
-            [
-                str(BIN / name), "--standalone", f"--nproc-per-node={RANKS}", *flags,
-                str(SCRIPT), str(self.folder), *map(str, shape),
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-            stdout=subprocess.DEVNULL, stderr=(self.folder / "err").open("w"),
-        )  # fmt: skip
+        self.processes = [
+            subprocess.Popen(
+                [str(BIN / name), *own, str(SCRIPT), str(self.folder), *map(str, shape)],
+                env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+                stdout=subprocess.DEVNULL, stderr=(self.folder / f"err.{node}").open("w"),
+            )
+            for node, own in enumerate(commands(flags))
+        ]  # fmt: skip
 
     def _fail(self) -> None:
-        text = (self.folder / "err").read_text()[-9000:]
-        raise RuntimeError(f"status {self.process.returncode}:\n{text}")
+        text = (self.folder / "err.0").read_text()[-9000:]
+        raise RuntimeError(f"status {self.processes[0].returncode}:\n{text}")
 
     def block(self) -> None:
         for rank in range(RANKS):
             os.write(self.pipes["turn", rank], b"x")
         for rank in range(RANKS):
             while not select.select([self.pipes["done", rank]], [], [], 5)[0]:
-                if self.process.poll() is not None:
+                if self.processes[0].poll() is not None:
                     self._fail()
             os.read(self.pipes["done", rank], 1)
 
     def ended(self) -> dict[str, Any]:
         """What rank 0 has measured: per block the median step and the processor time of one."""
-        if self.process.wait(60) != 0:
+        if any(process.wait(60) for process in self.processes):
             self._fail()
         return json.loads((self.folder / "steady.0").read_text())  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        for process in self.processes:
+            process.kill()
+            process.wait()
         for pipe in self.pipes.values():
             os.close(pipe)
         shutil.rmtree(self.folder)
