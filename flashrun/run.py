@@ -53,7 +53,8 @@ def job_from_namespace(
             setattr(args, name, None)
     settings = load_settings(settings_of(args), environ)
     check_events(settings.events)
-    endpoint_from = origin("rdzv_endpoint" if args.rdzv_endpoint else "master_addr")
+    by_master = args.rdzv_backend == "static" and not args.rdzv_endpoint
+    endpoint_from = origin("master_addr" if by_master else "rdzv_endpoint")
     _choose_rendezvous(args)
     try:
         launch, entrypoint, entrypoint_args = config_from_args(args)

@@ -461,7 +461,7 @@ def connect_embedded(
     timeout_s: float,
     read_timeout_s: float = 60.0,
     cancel: threading.Event | None = None,
-    waiting: Callable[[float], None] | None = None,
+    waiting: Callable[[float, str], None] | None = None,
     report: Callable[[str], None] = log.warning,
     ring: int = _RING,
 ) -> EmbeddedStore:

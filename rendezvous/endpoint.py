@@ -54,7 +54,8 @@ def parse_endpoint(text: str | None, default_port: int) -> Endpoint:
     try:
         host, port = parse_rendezvous_endpoint(given, default_port)
     except ValueError as error:
-        raise EndpointError(f"{error} Right would be HOST:PORT, [IPV6]:PORT or HOST.") from error
+        what = str(error).replace("65536", "65535")  # torch's words, which mean that
+        raise EndpointError(f"{what} Right would be HOST:PORT, [IPV6]:PORT or HOST.") from error
     return Endpoint(host, port, given)
 
 

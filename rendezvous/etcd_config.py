@@ -102,7 +102,7 @@ def etcd_config(
         names.append(join_host_port(endpoint.host, endpoint.port))
     if not names:
         raise EndpointError(
-            "etcd needs the addresses of its members: --rdzv-endpoint=HOST:PORT,HOST:PORT,…"
+            "etcd needs the addresses of its members; give --rdzv-endpoint=HOST:PORT,HOST:PORT,…"
         )
     if "protocol" in conf:
         schemes.add(str(conf["protocol"]).strip().lower())

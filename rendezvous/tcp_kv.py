@@ -116,7 +116,7 @@ def connect(
     timeout_s: float,
     read_timeout_s: float = 60.0,
     cancel: threading.Event | None = None,
-    waiting: Callable[[float], None] | None = None,
+    waiting: Callable[[float, str], None] | None = None,
     remedy: str = "",
 ) -> TorchKeyValue:
     """As :func:`connect_store`."""
@@ -131,7 +131,7 @@ def connect_store(
     timeout_s: float,
     read_timeout_s: float = 60.0,
     cancel: threading.Event | None = None,
-    waiting: Callable[[float], None] | None = None,
+    waiting: Callable[[float, str], None] | None = None,
     remedy: str = "",
 ) -> tuple[TCPStore, str]:
     """Connect to the TCPStore at ``host:port``, waiting until somebody serves it.
@@ -143,7 +143,8 @@ def connect_store(
         timeout_s: how long to wait for the host.
         read_timeout_s: how long any later call may take.
         cancel: ends the wait.
-        waiting: called before each further attempt with the seconds waited so far.
+        waiting: called before each further attempt with the seconds waited so far, and what is in
+            the way; "" where it is only that nobody serves it yet.
         remedy: what to do where nobody serves it.
 
     Returns:
@@ -168,6 +169,7 @@ def connect_store(
             ) from error
         except (OSError, EndpointError) as error:
             problem = str(error)
+            early = isinstance(error, ConnectionRefusedError)
         waited = time.monotonic() - started
         if waited >= timeout_s:
             raise ConnectTimeout(
@@ -176,7 +178,7 @@ def connect_store(
                 "address, the port and the firewall."
             )
         if waiting is not None:
-            waiting(waited)
+            waiting(waited, "" if early else problem)
         if cancel.wait(min(_RETRY_S, timeout_s)):
             raise Cancelled(f"stopped while waiting for the rendezvous store at {where}")
 

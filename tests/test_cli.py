@@ -22,6 +22,7 @@ from torch.distributed import run as torchrun
 from flashrun.command_line import make_parser, split_at_script
 from flashrun.errors import UsageError
 from flashrun.job import Job
+from flashrun.node.start import _warn
 from flashrun.run import parse
 from flashrun.torch_here import check_version
 
@@ -273,6 +274,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--rdzv-conf=abc", "train.py"], ["--rdzv-conf", "'abc'", "KEY=VALUE"]),
     (["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=h:port", "train.py"],
      ["--rdzv-endpoint: ", "'h:port'", "HOST:PORT"]),
+    (["--nnodes=2", "--rdzv-backend=flash-etcd", "train.py"], ["--rdzv-endpoint: etcd", "HOST:"]),
     (["--nnodes=2", "--rdzv-endpoint=h", "train.py"], ["--rdzv-endpoint: ", "'h'", "no port"]),
     (["--nnodes=2", "--node-rank=2", "train.py"], ["--node-rank", "2 is not a rank of 2 nodes"]),
     (["--master-port=70000", "train.py"], ["--master-port", "65535"]),
@@ -293,6 +295,25 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--recovery=fast", "train.py"], ["--recovery", "in-place, restart, off"]),
     (["--config=nope.yaml", "train.py"], ["--config", "nope.yaml"]),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--standalone", "--spares=1"], "--spares has no effect here: this job meets at a free"),
+        (["--nnodes=2", "--spares=1"], "--spares has no effect with --rdzv-backend=static"),
+        (["--nnodes=2", "--spares=1", "--rdzv-backend=flash", "--rdzv-endpoint=h:1"], ""),
+        (["--nnodes=2", "--rdzv-backend=flash"], "no --rdzv-endpoint: only nodes on this machine"
+         " meet, at localhost:29400;"),
+        (["--rdzv-backend=flash"], ""),
+    ],
+)  # fmt: skip
+def test_what_can_have_no_effect_is_told(
+    argv: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _warn(job(*argv, "train.py"))
+    told = capfd.readouterr().err
+    assert f"flashrun: warning: {said}" in told if said else not told
 
 
 _RIGHT = (

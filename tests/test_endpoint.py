@@ -58,6 +58,9 @@ def test_parse(text: str | None, host: str, port: int) -> None:
 def test_malformed(text: str) -> None:
     with pytest.raises(EndpointError, match="Right would be"):
         parse_endpoint(text, 29400)
+    if text == "host:70000":
+        with pytest.raises(EndpointError, match="between 0 and 65535"):
+            parse_endpoint(text, 29400)
 
 
 @given(st.text(alphabet="abz01.:-[]", max_size=12))

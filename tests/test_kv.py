@@ -167,16 +167,29 @@ def test_connect_waits_for_a_host_and_says_so() -> None:
     with open_listener("127.0.0.1", 0) as reserve:
         port = reserve.getsockname()[1]
     servers = []
-    waits: list[float] = []
+    waits: list[str] = []
 
-    def waiting(seconds: float) -> None:
-        waits.append(seconds)
+    def waiting(seconds: float, problem: str) -> None:
+        waits.append(problem)
         if len(waits) == 2:
             servers.append(serve(open_listener("127.0.0.1", port)))
 
     connect("127.0.0.1", port, 20.0, waiting=waiting).put("a", b"1")
-    assert len(waits) >= 2
+    assert len(waits) >= 2 and not any(waits)
     servers.clear()
+
+
+def test_a_name_that_leads_nowhere_is_told_while_it_is_waited_for() -> None:
+    cancel = threading.Event()
+    problems: list[str] = []
+
+    def waiting(seconds: float, problem: str) -> None:
+        problems.append(problem)
+        cancel.set()
+
+    with pytest.raises(Cancelled):
+        connect("no-such-host.invalid", 1, 20.0, cancel=cancel, waiting=waiting)
+    assert "The name 'no-such-host.invalid'" in problems[0]
 
 
 def test_connect_ends() -> None:

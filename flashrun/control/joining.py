@@ -136,9 +136,9 @@ class StoreOpener(_Passing):
             membership.timing.join_timeout,
             membership.timing.read_timeout,
             self._cancel,
-            lambda s: self._waiting(
+            lambda s, problem: self._waiting(
                 f"waiting for {who} that hosts the rendezvous store at {where} ({flags}),"
-                f" {s:.0f} s so far"
+                f" {s:.0f} s so far{problem and f': {problem}'}"
             ),
             remedy,
         )

@@ -11,7 +11,7 @@ import torch
 
 import flashrun
 from flashrun.collector import leave_to_the_kernel
-from flashrun.control.terms import SPARES, membership_of
+from flashrun.control.terms import ELASTIC, SPARES, membership_of
 from flashrun.job import Job
 from flashrun.node.agent import run_agent
 from flashrun.node.eligibility import reason_for_plain, worth_preloading
@@ -20,6 +20,7 @@ from flashrun.node.supervisor import Outcome, Supervisor
 from flashrun.node.worker_process import Origin
 from flashrun.node.zygote import PRELOADED_TOO, loaded_names
 from flashrun.observe.console import configure, say
+from flashrun.rendezvous.endpoint import C10D_PORT
 
 
 def take_origin() -> Origin:
@@ -55,6 +56,40 @@ def _install_runtime() -> None:
     install()
 
 
+def _warn(job: Job) -> None:
+    """Of what is not wrong, and yet cannot be what was meant."""
+    if job.settings.spares:
+        _warn_of_no_spares(job)
+    if job.settings.grow == "restart":
+        _warn_of_no_growth(job)
+    _warn_of_one_machine(job)
+
+
+def _warn_of_no_spares(job: Job) -> None:
+    launch = job.launch
+    if launch.rdzv_backend not in SPARES:
+        where = "there, nodes do not wait as spares; use flash or flash-etcd"
+        problem = f"with --rdzv-backend={launch.rdzv_backend}: {where}"
+    elif launch.rdzv_endpoint.endswith(":0"):
+        where = "this job meets at a free port, which no other node can know"
+        problem = f"here: {where}; give --rdzv-backend=flash --rdzv-endpoint=HOST:PORT"
+    else:
+        return
+    say(f"--spares has no effect {problem}", "warning", event="no-spares")
+
+
+def _warn_of_one_machine(job: Job) -> None:
+    """Without an endpoint there is torch's, at which only agents of one machine meet."""
+    launch = job.launch
+    if launch.rdzv_backend in ELASTIC and launch.max_nodes > 1 and not launch.rdzv_endpoint:
+        say(
+            f"no --rdzv-endpoint: only nodes on this machine meet, at localhost:{C10D_PORT};"
+            " nodes on several machines need --rdzv-endpoint=HOST:PORT of one, the same on all",
+            "warning",
+            event="no-endpoint",
+        )
+
+
 def _warn_of_no_growth(job: Job) -> None:
     launch = job.launch
     if launch.rdzv_backend not in SPARES:
@@ -79,15 +114,7 @@ def run(job: Job) -> Outcome:
     """
     origin = take_origin()
     configure(job.settings.log_level, job.settings.events or None)
-    if job.settings.spares and job.launch.rdzv_backend not in SPARES:
-        say(
-            f"--spares has no effect with --rdzv-backend={job.launch.rdzv_backend}: there, nodes do"
-            " not wait as spares; use flash or flash-etcd",
-            "warning",
-            event="no-spares",
-        )
-    if job.settings.grow == "restart":
-        _warn_of_no_growth(job)
+    _warn(job)
     preload = worth_preloading(job)
     loaded = loaded_names() | (PRELOADED_TOO if preload else frozenset())
     why = reason_for_plain(job, loaded, flashrun.STARTED_WITH_MODULES, os.environ)
