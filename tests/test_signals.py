@@ -186,7 +186,19 @@ def test_first_interrupt_asks_and_the_second_kills(tmp_path: Path) -> None:
         job.signal(signal.SIGINT)
         assert job.ended() == 1, job.describe()
         assert len(job.told("asked")) == 2
+        assert job.err.splitlines()[-1] == "flashrun: SIGINT: all workers have ended"
         assert not [e for e in ready if jobs.seen(e["pid"]) or jobs.seen(e["helper"])]
+
+
+def test_interrupts_on_and_on_change_nothing(tmp_path: Path) -> None:
+    """Also those that come while the interpreter of the launcher ends."""
+    with jobs.job(tmp_path, 'tell("ready"); forever()') as job:
+        job.await_told("ready")
+        while job.process.poll() is None:
+            job.signal(signal.SIGINT)
+            os.sched_yield()
+        assert job.ended() == 1, job.describe()
+        assert job.err.splitlines()[-1] == "flashrun: SIGINT: all workers have ended"
 
 
 @pytest.mark.parametrize("moment", ["in a collective", "at its end"])

@@ -157,6 +157,7 @@ class Supervisor:
         self._doorbell: Doorbell | None = None
         self._shard: socket.socket | None = None  # listens; a process of its own serves it
         self._stop_signal: int | None = None
+        self._asked = ""  # the workers were, by the signal of this name
         self._deadline: float | None = None
         self._code: int | None = None
         self._waker, self._wakee = socket.socketpair()
@@ -197,6 +198,10 @@ class Supervisor:
 
     def _end_everything(self) -> None:
         """Leave nothing of the job on this node, and name what cannot be ended."""
+        # Another one has nothing to hasten any more, and Python, as it ends, gives signals that
+        # have a handler back to the system, which would end this process by them.
+        for number in self._stop_signals | self._forward_signals:
+            signal.signal(number, signal.SIG_IGN)
         # The helpers first: one that saw its wire close would begin to sweep by itself.
         kill(helper.pid for helper in self._helpers.values())
         mine = tags.job_of(self._tag)
@@ -214,6 +219,8 @@ class Supervisor:
         self._close_waker()
         run_folder.remove(self.run_dir)
         os.close(self._mark)
+        if self._asked and not left:  # what they have said of it stands above
+            say(f"{self._asked}: all workers have ended")
 
     # -- signals ---------------------------------------------------------------------------------
 
@@ -249,6 +256,7 @@ class Supervisor:
         self._stop_signal = number
         timeout = float(self._job.launch.shutdown_timeout or 0)
         if any(worker.code is None for worker in self._workers.values()):
+            self._asked = name
             line = f"asking the workers to stop (up to {timeout:g} s; again to kill them)"
         else:
             line = "leaving the job; no worker runs here"
