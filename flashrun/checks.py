@@ -21,6 +21,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import Std
 
 from flashrun.config import COMMANDS, nearest
+from flashrun.devices import are_there
 from flashrun.errors import UsageError
 from flashrun.modules import find_module
 
@@ -50,9 +51,9 @@ def check_nproc(value: str, origin: Origin) -> None:
     privateuse = str(torch._C._get_privateuse1_backend_name())
     words = {"auto", "cpu", "gpu", "xpu", privateuse}
     if value in words:
-        if value == "gpu" and not torch.cuda.is_available():
+        if value == "gpu" and not are_there("cuda"):
             raise UsageError(f"{where}: 'gpu' asked for, but torch sees no GPU here; {_no_gpu()}")
-        if value == "xpu" and not torch.xpu.is_available():
+        if value == "xpu" and not are_there("xpu"):
             raise UsageError(f"{where}: 'xpu' was asked for, but torch sees none; give a number")
         return
     try:
@@ -217,7 +218,7 @@ def check_logs_specs(name: str | None, origin: Origin) -> None:
 
 
 def check_numa(mode: str | None, origin: Origin) -> None:
-    if mode is not None and not torch.cuda.is_available():
+    if mode is not None and not are_there("cuda"):
         raise UsageError(
             f"{origin('numa_binding')}: workers are bound to the processors next to their GPU, and"
             " torch sees no GPU here; leave it out"

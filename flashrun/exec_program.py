@@ -186,6 +186,8 @@ def why_not_ours(config: LaunchConfig, entrypoint: Any) -> str | None:
         return f"{type(config.logs_specs).__name__} cannot be handed to another process"
     if config.metrics_cfg:
         return "its metrics_cfg has no flag"
+    if config.numa_options is not None and config.numa_options.should_fall_back_if_binding_fails:
+        return "numa_options that may fail have no flag"
     for key, value in config.rdzv_configs.items():
         if "," in str(value) or not str(value).strip():
             return f"its rendezvous configuration {key}={value!r} cannot be given as a flag"

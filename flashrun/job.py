@@ -25,6 +25,7 @@ class Job:
         args: the script's own arguments, untouched.
         entrypoint_name: title of the report of a failure.
         python: the interpreter of the workers.
+        processors: by local rank, those that --numa-binding binds a worker to; empty without it.
     """
 
     settings: Settings
@@ -34,3 +35,4 @@ class Job:
     args: tuple[str, ...]
     entrypoint_name: str
     python: str
+    processors: tuple[tuple[int, ...], ...] = ()

@@ -39,11 +39,13 @@ def job_from_namespace(
     """
     from torch.distributed.launcher.api import _get_entrypoint_name
     from torch.distributed.run import config_from_args
+    from torch.numa.binding import AffinityMode
 
     from flashrun.checks import check_events
     from flashrun.command_line import settings_of
     from flashrun.config import OPTIONS, load_settings
     from flashrun.control.terms import membership_of
+    from flashrun.devices import local_world_size, processors_by_numa
     from flashrun.job import Job
     from flashrun.node.log_folder import clean_up_logs
     from flashrun.rendezvous.endpoint import EndpointError
@@ -56,8 +58,14 @@ def job_from_namespace(
     by_master = args.rdzv_backend == "static" and not args.rdzv_endpoint
     endpoint_from = origin("master_addr" if by_master else "rdzv_endpoint")
     _choose_rendezvous(args)
+    mode = args.numa_binding
     try:
+        args.nproc_per_node = str(local_world_size(args.nproc_per_node))
+        # LaunchConfig asks CUDA where it is given none, for a default that torch does not have.
+        args.numa_binding = mode or AffinityMode.NODE.value
         launch, entrypoint, entrypoint_args = config_from_args(args)
+        if mode is None:
+            launch.numa_options = None
     except OSError as error:
         if error.filename is None:  # tempfile's, which has tried several
             text = f"{error.strerror}; set TMPDIR to a folder that can be written"
@@ -67,6 +75,8 @@ def job_from_namespace(
         raise UsageError(text) from None
     except (ValueError, AssertionError, RuntimeError) as error:
         raise UsageError(" ".join(str(error).split())) from None
+    finally:
+        args.numa_binding = mode
     try:
         membership_of(launch, settings)
     except ValueError as error:
@@ -76,6 +86,14 @@ def job_from_namespace(
         if where == origin("rdzv_conf"):
             text += " Give KEY=VALUE,KEY=VALUE."
         raise UsageError(f"{where}: {text}") from None
+    processors: tuple[tuple[int, ...], ...] = ()
+    if mode is not None:
+        try:
+            processors = processors_by_numa(launch.numa_options, launch.nproc_per_node)
+        except RuntimeError as error:
+            clean_up_logs(launch, succeeded=True)
+            text = f"{origin('numa_binding')}: cannot find the processors next to each GPU: {error}"
+            raise UsageError(f"{text}; leave it out") from None
     if args.run_path:
         kind = "run-path"
     elif args.no_python:
@@ -91,6 +109,7 @@ def job_from_namespace(
         args=(*extra, *args.training_script_args),
         entrypoint_name=_get_entrypoint_name(entrypoint, entrypoint_args),
         python=environ.get("PYTHON_EXEC", sys.executable),
+        processors=processors,
     )
 
 

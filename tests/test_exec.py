@@ -18,6 +18,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, run_script_path
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from flashrun.exec_program import flashrun_in_place_of_torchrun, namespace_of, why_not_ours
 from tests.helpers import clean_environment
@@ -304,6 +305,7 @@ def test_a_launch_config_survives_as_flags(tmp_path: Path) -> None:
         ({}, print, "print is a function"),
         ({"logs_specs": type("Own", (DefaultLogsSpecs,), {})(os.devnull)}, "prog", "Own cannot"),
         ({"metrics_cfg": {"x": "y"}}, "prog", "metrics_cfg"),
+        ({"numa_options": NumaOptions(AffinityMode.NODE, True)}, "prog", "numa_options"),
         ({"rdzv_configs": {"a": "1,2"}}, "prog", "a='1,2'"),
     ],
 )

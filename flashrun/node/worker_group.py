@@ -245,18 +245,8 @@ class WorkerGroup:
             tag=member.tag,
             plain=self._plain,
             local_rank=rank,
-            command=self._command(rank),
+            command=worker_command(self.job, rank),
         )
-
-    def _command(self, rank: int) -> list[str]:
-        command = worker_command(self.job, rank)
-        if self._plain and self.job.launch.numa_options is not None:
-            from torch.numa import binding
-
-            wrap: Any = binding._maybe_wrap_command_args_with_numa_binding
-            options = self.job.launch.numa_options
-            return list(wrap(tuple(command), gpu_index=rank, numa_options=options))
-        return command
 
     def _private(self, what: str, rank: int) -> str:
         return os.path.join(self._run_dir, f"{what}.{self.table.round}.{rank}")

@@ -133,15 +133,6 @@ def _independent_randomness() -> None:
         process.current_process()._config["authkey"] = process.AuthenticationString(os.urandom(32))
 
 
-def _bind_to_numa(job: Job, local_rank: int) -> None:
-    if job.launch.numa_options is None:
-        return
-    from torch.numa import binding
-
-    bind: Any = binding._maybe_apply_numa_binding_to_current_process
-    bind(gpu_index=local_rank, numa_options=job.launch.numa_options)
-
-
 def execute_plain(spec: WorkerSpec) -> None:
     """Replace this process by the worker's command; never returns.
 
@@ -191,6 +182,11 @@ def become_worker(
     _restore_signals(origin)
     _redirect(spec)
     os.environ.update(spec.environ)
+    threads = origin.default_threads
+    if job.processors:
+        os.sched_setaffinity(0, job.processors[spec.local_rank])
+        if "OMP_NUM_THREADS" not in os.environ:  # as OpenMP counts when it loads
+            threads = min(threads, len(job.processors[spec.local_rank]))
     if spec.plain:
         # Of a program we know only that it can be Python; that is asked for a recovery in place.
         if messages.CHANNEL in spec.environ or job.kind != "program":
@@ -202,7 +198,6 @@ def become_worker(
         stderr_tail.install(spec.tail)
     _independent_randomness()
     _helpers_folder(spec.environ.get(messages.RUN_DIR))
-    _bind_to_numa(job, spec.local_rank)
     filters: Any = warnings.filters
     filters[:] = list(origin.filters)
 
@@ -212,7 +207,7 @@ def become_worker(
             install_runtime()
 
     gate = TorchGate(
-        default_threads=origin.default_threads,
+        default_threads=threads,
         set_by_load=origin.set_by_load,
         filters=origin.torch_filters,
         on_open=torch_is_there,
