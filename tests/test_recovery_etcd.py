@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import etcd
+from tests import etcd, helpers
 from tests.test_overview import show
 from tests.test_recovery_nodes import (
     FOREVER,
@@ -125,6 +126,65 @@ def test_the_control_plane_fails(
             frozen.signal(signal.SIGCONT)
     assert results(nodes.out, 4) == undisturbed(4), nodes.describe()
     assert nodes.processes() == {0: 1, 1: 1, 2: 1, 3: 2}, "survivors keep their processes"
+
+
+QUICK = ("--heartbeat-interval=0.5", "--detection-timeout=4")
+TWICE = WAITING.replace(
+    "        if step == 20",
+    '        if step == 40 and RANK == 1: await_release("again")\n        if step == 20',
+)
+
+
+def heard_of(cluster: etcd.Cluster) -> dict[str, bytes]:
+    """The heartbeats of all nodes."""
+    found = cluster.ask(
+        cluster.members[0], "KVStub", "Range", "RangeRequest", key=b"/flashrun/",
+        range_end=b"/flashrun0",
+    )
+    return {kv.key.decode(): kv.value for kv in found.kvs if b"/flashrun/beat/" in kv.key}
+
+
+def stay_away(cluster: etcd.Cluster) -> None:
+    """Be gone for more than twice the detection timeout, then back with the data."""
+    threading.Event().wait(10)
+    for member in cluster.members:
+        member.start()
+    cluster.await_health()
+
+
+@pytest.mark.slow
+def test_away_for_longer_than_the_detection_timeout(
+    start: Start, undisturbed: Any, cluster: etcd.Cluster  # noqa: F811
+) -> None:
+    """Nobody is lost by it, twice; a worker that is lost in the second outage is replaced."""
+    options = {"spares": 1, "body": TWICE, "fifos": ("go", "again")}
+    with start(2, *QUICK, **options, **where(cluster)) as nodes:
+        nodes.await_step(10, 3)
+        (spare,) = nodes.await_spares()
+        cluster.kill()
+        nodes.await_step(20, 0)  # training goes on
+        stay_away(cluster)
+        before = heard_of(cluster)
+        assert len(before) == 3
+        # All beat again, and whoever leads has had time to look at it.
+        helpers.wait_until(
+            lambda: all(int(beat) > int(before[k]) + 12 for k, beat in heard_of(cluster).items()),
+            "heartbeats of all nodes", 30,
+        )  # fmt: skip
+        nodes.of(1).release("go")
+        nodes.await_step(30, 3)
+        cluster.kill()
+        nodes.await_step(40, 1)
+        nodes.kill(3)
+        stay_away(cluster)
+        nodes.of(1).release("again")
+        nodes.ended()
+    assert results(nodes.out, 4) == undisturbed(4), nodes.describe()
+    assert nodes.processes() == {0: 1, 1: 1, 2: 1, 3: 2}, "survivors keep their processes"
+    assert not spare.told("step"), nodes.describe()
+    for node in nodes.jobs:
+        assert "was lost" not in node.err, nodes.describe()
+        assert "restart 1" not in node.err, nodes.describe()
 
 
 @pytest.mark.slow
