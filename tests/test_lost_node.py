@@ -73,6 +73,26 @@ def test_a_node_is_replaced_in_place(start: Start, undisturbed: Any) -> None:
     assert "restart 1" not in nodes.jobs[0].err
 
 
+def test_the_node_that_hosts_the_store(start: Start) -> None:
+    """The others can't go on without it, and the spare is of no help: all end at once, without
+    waiting for any timeout, say what would have helped, and leave no worker."""
+    with start(2, *FOREVER, "--max-restarts=3", spares=1, **BODY) as nodes:
+        nodes.await_step(20, 0)
+        (spare,) = nodes.await_spares()
+        host, left = nodes.of(0), nodes.of(3)
+        workers = [row.pid for node in nodes.jobs for row in node.rows()]
+        assert {nodes.pid(rank) for rank in range(4)} <= set(workers)
+        lose(host)
+        for node in (left, spare):
+            assert node.wait(20) == 1, nodes.describe()
+            assert node.ended() == 1
+            assert "The node that hosts it has ended or can't be reached" in node.err
+            assert "With etcd (--rdzv-backend=flash-etcd) no single node is needed" in node.err
+            assert "restart 1" not in node.err, nodes.describe()
+        host.await_gone(workers)
+    assert not any(j.told("saved") for j in nodes.jobs)
+
+
 @pytest.mark.slow
 def test_one_node_after_the_other(start: Start, undisturbed: Any) -> None:
     """The second to be lost is the spare that took the first one's place; then one more worker."""
