@@ -530,6 +530,21 @@ while True:
 """
 
 
+def test_what_is_missing_after_a_loss_is_said_again_and_again(world: World) -> None:
+    """Each ``waiting_line`` seconds (30 unless a test says otherwise), until enough are there."""
+    assert Timing().waiting_line == 30.0
+    at = membership(job(nodes="2:3"))
+    host, lost = (world.agent(replace(at, is_host=i == 0), f"n{i}") for i in range(2))
+    host.get(Start), lost.get(Start)
+    lost.die()
+    host.get(Stop)
+    host.coordinator.report_stopped(0)
+    for _ in range(3):
+        host.get_waiting("1 of at least 2 nodes are here")
+    new = world.agent(replace(at, is_host=False), "n2")
+    assert host.get(Start).table.nodes == new.get(Start).table.nodes
+
+
 def test_killed_node_in_a_process_of_its_own() -> None:
     port = str(free_port())
     nodes = [
