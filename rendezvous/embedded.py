@@ -57,6 +57,7 @@ PREFIX = "flashrun/log/"
 
 _RING = 1024  # records that are kept
 _LONG = timedelta(days=1)  # a wait that ends earlier prints a warning of torch's
+_CLOSE_S = 2.0  # how long a call of another thread may hold up the end
 _LOOK_S = 1.0  # how often a client looks by itself, should nobody wake it
 
 
@@ -357,10 +358,14 @@ class EmbeddedStore(ControlStore):
             return
         with self._news:
             self._news.notify_all()
-        with self._calls:
+        if not self._calls.acquire(timeout=_CLOSE_S):
+            return  # a call is in there, and the store may not answer: it ends by its own deadline
+        try:
             woken, following = self._awaited, bool(self._threads) and self._lost is None
             if following:
                 self._try(lambda: self._ring.announce(woken))
+        finally:
+            self._calls.release()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2.0)

@@ -83,6 +83,26 @@ def free_port() -> int:
     raise RuntimeError(f"no free port between 10000 and {low} in 200 tries")
 
 
+@contextmanager
+def silent_port() -> Iterator[int]:
+    """A port where somebody listens, with a full queue: connections neither come nor fail."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        port = listener.getsockname()[1]
+        fillers = []
+        for _ in range(4):
+            filler = socket.socket()
+            filler.setblocking(False)
+            filler.connect_ex(("127.0.0.1", port))
+            fillers.append(filler)
+        try:
+            yield port
+        finally:
+            for filler in fillers:
+                filler.close()
+
+
 def environment_of(pid: int, names: Sequence[str] = ()) -> dict[str, str]:
     """The environment a process was started with, empty if it is gone or not ours to read.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,9 +16,9 @@ from flashrun.control.patience import Patience
 from flashrun.rendezvous.endpoint import Endpoint
 from flashrun.rendezvous.etcd_config import EtcdConfig
 from flashrun.rendezvous.kv import ControlStore, StoreLost
-from flashrun.rendezvous.table import NodeRanks, RankTable, Seat, assign_ranks
+from flashrun.rendezvous.table import RankTable, Seat, assign_ranks
 from flashrun.rendezvous.tcp_kv import Cancelled
-from tests import etcd
+from tests import etcd, helpers
 from tests.test_coordinator import job
 
 if TYPE_CHECKING:
@@ -122,10 +121,6 @@ def test_an_agent_that_was_away_comes_back_unless_its_job_was_replaced(base: Ope
 # --- patience -----------------------------------------------------------------------------------
 
 
-def peer(number: int, port: int) -> NodeRanks:
-    return NodeRanks(f"n{number}", number, 1, "r", "127.0.0.1", number, number, 3, port)
-
-
 class Away:
     """A store that answers after a while, by count of attempts."""
 
@@ -140,58 +135,38 @@ class Away:
 
 
 def patience(
-    peers: list[NodeRanks], awaited: bool = False, outage: float = 0.0, detection: float = 0.0
+    awaited: bool = False, outage: float = 0.0
 ) -> tuple[Patience, list[str], threading.Event]:
     lines: list[str] = []
     cancel = threading.Event()
-    timing = Timing(detection_timeout=detection, outage=outage, waiting_line=0.0)
-    made = Patience("etcd at x", timing, cancel=cancel, say=lines.append,
-                    awaited=lambda: awaited, peers=lambda: peers)  # fmt: skip
+    timing = Timing(outage=outage, waiting_line=0.0)
+    made = Patience("etcd at x", timing, cancel=cancel, say=lines.append, awaited=lambda: awaited)
     return made, lines, cancel
 
 
-@pytest.fixture
-def doors() -> Iterator[tuple[int, int]]:
-    """A port at which somebody answers, and one that is closed (and bound, so that it stays so)."""
-    with socket.create_server(("127.0.0.1", 0)) as there, socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        yield there.getsockname()[1], closed.getsockname()[1]
-
-
-def test_training_goes_on_while_most_peers_are_there(doors: tuple[int, int]) -> None:
-    there, closed = doors
-    made, lines, _ = patience([peer(1, there), peer(2, closed)])
+def test_training_goes_on() -> None:
+    made, lines, _ = patience()
     assert made.call(Away(3)) == "answer"
     assert lines and "training goes on" in lines[0]
 
 
-def test_a_node_that_reaches_nobody_stops(doors: tuple[int, int]) -> None:
-    _, closed = doors
-    made, _, _ = patience([peer(1, closed)])
-    with pytest.raises(StoreLost, match=r"This node is cut off.*127.0.0.1 cannot be reached"):
-        made.call(Away(10))
-
-
-def test_who_is_waited_for_and_who_is_not(doors: tuple[int, int]) -> None:
-    there, _ = doors
-    made, _, _ = patience([peer(1, there)], awaited=True)
+def test_who_is_waited_for_and_who_is_not() -> None:
+    made, _, _ = patience(awaited=True)
     with pytest.raises(StoreLost, match=r"while this node waited for it \(--recovery-timeout=0\)"):
         made.call(Away(10))
-    made, _, _ = patience([peer(1, there)], awaited=True, outage=60.0)
+    made, _, _ = patience(awaited=True, outage=60.0)
     assert made.call(Away(3)) == "answer"
-    made, _, cancel = patience([])
+    made, _, cancel = patience()
     cancel.set()
     with pytest.raises(Cancelled):
         made.call(Away(3))
 
 
-def test_an_agent_that_was_restarted_on_a_node_that_is_cut_off_stops(
-    doors: tuple[int, int],
-) -> None:
+def test_an_agent_that_was_restarted_on_a_node_that_is_cut_off_stops() -> None:
     """It has not had a word from the store, and knows the other nodes from the agent before it.
     (It waited for the store for ever, and its ranks had been given to another node.)"""
     etcd.need()
-    _, closed = doors
+    closed = helpers.free_port()
     seats = [Seat(f"n{number}", 1, "r", "127.0.0.1", closed) for number in range(3)]
     table = RankTable(0, 0, 0, "j", 3, "127.0.0.1", 1, True, assign_ranks(seats))
     membership = Membership(

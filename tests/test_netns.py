@@ -66,6 +66,12 @@ class Lan(Nodes):
         return [psutil.Process(pid) for pid in {e["pid"] for e in node.told("step")}
                 if psutil.pid_exists(pid)]  # fmt: skip
 
+    def await_stopped(self, workers: Sequence[psutil.Process], *spares: Job) -> None:
+        """Workers on the wrong side of a cut end before others act as their ranks."""
+        assert not helpers.await_exit(workers, 90), self.describe()
+        for spare in spares:
+            assert b"this node takes a lost" not in spare.output["err"], self.describe()
+
     def check(self, expected: Callable[[int], dict[str, str]]) -> None:
         """The weights, and that one process of each rank has come to the end."""
         assert results(self.out, self.ranks) == expected(self.ranks), self.describe()
@@ -73,16 +79,16 @@ class Lan(Nodes):
         assert sorted(saved) == list(range(self.ranks)), self.describe()
 
 
-def _etcd(network: netns.Network, folder: Path, stack: ExitStack) -> str:
-    """Start a server in the switch's namespace; where it is."""
+def _etcd(network: netns.Network, folder: Path, stack: ExitStack, members: int) -> str:
+    """Start servers in the switch's namespace; where they are."""
     etcd.need()
-    cluster = etcd.Cluster(folder / "etcd")
-    (server,) = cluster.members
-    away = [word.replace("127.0.0.1", network.switch_address) for word in server.arguments]
-    server.arguments = ["ip", "netns", "exec", network.switch, *away]
+    cluster = etcd.Cluster(folder / "etcd", members)
     stack.callback(cluster.kill)
-    server.start()
-    return f"{network.switch_address}:{server.port}"
+    for server in cluster.members:
+        away = [word.replace("127.0.0.1", network.switch_address) for word in server.arguments]
+        server.arguments = ["ip", "netns", "exec", network.switch, *away]
+        server.start()
+    return ",".join(f"{network.switch_address}:{server.port}" for server in cluster.members)
 
 
 @pytest.fixture
@@ -93,7 +99,7 @@ def lan(tmp_path: Path) -> Start:
     def run(
         nodes: int, *flags: str, kind: str = "flat", backend: str = "flash",
         spares: int = 0, body: str = TRAIN, env: dict[str, str] | None = None,
-        fifos: Sequence[str] = (), local_addr: bool = False,
+        fifos: Sequence[str] = (), local_addr: bool = False, members: int = 1,
     ) -> Iterator[Lan]:  # fmt: skip
         out = tmp_path / "out"
         out.mkdir()
@@ -101,9 +107,8 @@ def lan(tmp_path: Path) -> Start:
             network = stack.enter_context(netns.Network(nodes + spares, kind))
             host = network.address(0)
             where = f"[{host}]:29400" if ":" in host else f"{host}:29400"
-            conf = "last_call_timeout=2,read_timeout=8"
             if backend == "flash-etcd":
-                where, conf = _etcd(network, tmp_path, stack), "last_call_timeout=2"
+                where = _etcd(network, tmp_path, stack, members)
             jobs = []
             script = write_script(tmp_path, body)
             for node in range(nodes + spares):
@@ -111,7 +116,7 @@ def lan(tmp_path: Path) -> Start:
                 jobs.append(stack.enter_context(job(
                     tmp_path, body, f"--nnodes={nodes}", f"--nproc-per-node={SLOTS}",
                     f"--rdzv-backend={backend}", f"--rdzv-endpoint={where}", "--rdzv-id=j",
-                    f"--rdzv-conf={conf}", f"--spares={spares}",
+                    "--rdzv-conf=last_call_timeout=2", f"--spares={spares}",
                     *own, *flags, args=[str(STEPS)], env={"OUT": str(out), **(env or {})},
                     name=f"n{node}", forked=True, recovery="in-place", fifos=fifos,
                     within=network.within(node), script=script,
@@ -155,13 +160,14 @@ def test_a_node_that_is_cut_off(
     options = {"spares": 1, "body": body, "fifos": ("go",), "backend": backend}
     with lan(2, "--max-restarts=1", *QUICK, **options) as nodes:
         nodes.await_step(20, waits)
-        (_spare,) = nodes.await_spares()
+        (spare,) = nodes.await_spares()
         lost = nodes.of(cut)
         workers = nodes.workers(lost)
         nodes.network.cut(nodes.index(lost))
         nodes.of(waits).release("go")
-        assert not helpers.await_exit(workers, 90), nodes.describe()
+        nodes.await_stopped(workers, spare)
         assert lost.ended() == 1, nodes.describe()
+        assert "This node is cut off" in lost.err
         for node in nodes.jobs:
             if node is not lost:
                 node.wait(180)
@@ -177,6 +183,35 @@ def _went_on_without(nodes: Any, lost: Job, undisturbed: Any) -> None:  # noqa: 
         if node is not lost:
             assert node.err.count("(its node was lost); replacing it") in (0, 2)
             assert "restart 1 of" not in node.err, nodes.describe()
+
+
+@pytest.mark.slow
+def test_half_of_the_nodes_are_cut_off(lan: Start, undisturbed: Any) -> None:  # noqa: F811
+    """Two of four, which reach each other; the side that has etcd goes on with two spares."""
+    options = {"spares": 2, "backend": "flash-etcd", "members": 3}
+    body = WAITING.replace("RANK == 1", "RANK == 0")
+    with lan(4, "--max-restarts=1", *QUICK, body=body, fifos=("go",), **options) as nodes:
+        nodes.await_step(20, 0)
+        spares = nodes.await_spares()
+        lost = [nodes.of(2), nodes.of(6)]  # no neighbours in the ring of copies
+        nodes.await_copied(20, 2, 3, 6, 7)
+        workers = [worker for node in lost for worker in nodes.workers(node)]
+        network = nodes.network
+        for node in lost:
+            others = [network.address(i) for i, job in enumerate(nodes.jobs) if job not in lost]
+            for address in (network.switch_address, *others):
+                network.forget(nodes.index(node), address)
+        nodes.of(0).release("go")
+        nodes.await_stopped(workers, *spares)
+        for node in lost:
+            assert node.ended() == 1, nodes.describe()
+            assert "This node is cut off: etcd at" in node.err
+        for node in nodes.jobs:
+            if node not in lost:
+                node.wait(180)
+                assert node.ended() == 0, nodes.describe()
+    nodes.check(undisturbed)
+    assert nodes.processes() == {r: 1 + (r in (2, 3, 6, 7)) for r in range(8)}, nodes.describe()
 
 
 @pytest.mark.slow

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -280,26 +277,6 @@ def test_interrupt_does_not_wait_for_a_zygote_that_still_loads(tmp_path: Path) -
 # -- while the nodes come together ---------------------------------------------------------------
 
 
-@contextmanager
-def _silent_port() -> Iterator[int]:
-    """A port where somebody listens, with a full queue: connections neither come nor fail."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        port = listener.getsockname()[1]
-        fillers = []
-        for _ in range(4):
-            filler = socket.socket()
-            filler.setblocking(False)
-            filler.connect_ex(("127.0.0.1", port))
-            fillers.append(filler)
-        try:
-            yield port
-        finally:
-            for filler in fillers:
-                filler.close()
-
-
 _WAITS = {
     "static, host": ("--node-rank=0", "--master-addr=127.0.0.1", "--master-port={free}"),
     "static, host is not there": (
@@ -326,7 +303,7 @@ _WAITS = {
 def test_interrupt_while_waiting_for_other_nodes(
     tmp_path: Path, place: str, number: signal.Signals
 ) -> None:
-    with _silent_port() as silent:
+    with helpers.silent_port() as silent:
         values = {"free": helpers.free_port(), "silent": silent, "file": tmp_path / "store"}
         flags = [flag.format(**values) for flag in _WAITS[place]]
         with jobs.job(tmp_path, 'tell("ran")\n', "--nnodes=2", *flags) as job:

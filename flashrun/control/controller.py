@@ -13,12 +13,15 @@ from collections.abc import Callable
 
 from flashrun.control.cordon import CordonBook, kept_out
 from flashrun.control.events import Connected, Membership
-from flashrun.control.liveness import Heartbeats
+from flashrun.control.fence import try_s
+from flashrun.control.liveness import Heartbeats, given_up
 from flashrun.control.membership_plan import Clock, decide, living
 from flashrun.control.plan_book import PlanBook
+from flashrun.control.probing import lost_nodes
 from flashrun.control.records import Member, Plan, member_from_json
 from flashrun.control.silence import SilenceBook
 from flashrun.rendezvous.kv import KeyValue
+from flashrun.rendezvous.table import RankTable
 
 
 def _since(holds: bool, since: float | None, now: float) -> float | None:
@@ -57,6 +60,7 @@ class Controller:
         self._silences = SilenceBook(kv, prefix)
         self._watched = False
         self._losses = 0
+        self._doubt = ""  # why silent nodes are not taken for lost
         self._beats_due = 0.0
         self._missing = ""
         self._forming: tuple[int, float] | None = None  # round, since
@@ -140,7 +144,7 @@ class Controller:
         plan = self._book.read()
         members = self.members()
         if not self._alone:
-            self._watch_beats(members, now)
+            self._watch_beats(members, now, plan.table if plan.phase == "running" else None)
         cordons = {} if self._alone else self._cordons.read()
         out = kept_out(self._membership.job, living(members, self._silent), cordons)
         clock = self._clock(plan, [m for m in members if m.node not in out], now)
@@ -160,8 +164,9 @@ class Controller:
         self._joined_since = _since(decision.joining, self._joined_since, now)
         self._called = clock.joined is not None and clock.joined >= clock.last_call
         self._lost_since = _since(decision.spare, self._lost_since, now)
-        if decision.waiting != self._missing:
-            self._missing = decision.waiting
+        waiting = decision.waiting or self._doubt
+        if waiting != self._missing:
+            self._missing = waiting
             self._kv.put(self._key("missing"), json.dumps(self._missing).encode())
         if decision.plan is None:
             return False
@@ -180,7 +185,7 @@ class Controller:
     @property
     def spare_missing(self) -> str:
         """What the workers that are left wait for; "" while nothing is missing."""
-        return self._missing if self._lost_since is not None else ""
+        return self._missing if self._lost_since is not None or self._doubt else ""
 
     def members(self) -> list[Member]:
         """The records of all nodes that ever came."""
@@ -198,8 +203,14 @@ class Controller:
             if not m.done and m.state != "left" and m.node not in self._silent
         ]
 
-    def _watch_beats(self, members: list[Member], now: float) -> None:
-        """Read the heartbeats if it is time, or somebody is known to be lost since."""
+    def _watch_beats(
+        self, members: list[Member], now: float, table: RankTable | None = None
+    ) -> None:
+        """Read the heartbeats if it is time, or somebody is known to be lost since.
+
+        Args:
+            table: of the round that runs.
+        """
         losses = self._kv.counter(self._key("losses"))
         if now < self._beats_due and losses == self._losses:
             return
@@ -218,7 +229,7 @@ class Controller:
             {o: self._heartbeats.still_for(n, now) for o, n in here.items() if n in still},
             time.time(),
         )
-        silent = still | lost
+        silent = self._lost_of(still - lost, table, now) | lost
         # (One that is silent when this node begins to lead has been counted.)
         new = silent - self._silent if self._watched else frozenset()
         self._silent, self._watched = silent, True
@@ -229,6 +240,28 @@ class Controller:
                     member.addr, "the node was lost", timing.cordon_after, timing.cordon_window
                 )
         self._beats_due = now + self._timing.heartbeat_interval / 2
+
+    def _lost_of(
+        self, still: frozenset[str], table: RankTable | None, now: float
+    ) -> frozenset[str]:
+        """Which of the nodes whose heartbeat stands still are lost."""
+        self._doubt = ""
+        if self._membership.etcd is None or table is None:
+            return still  # they do not reach the node on which the store is
+        places = [place for place in table.nodes if place.node in still - self._silent]
+        nobody = lost_nodes(places, try_s(self._timing.detection_timeout))
+        answering = {place.node for place in places if place.alive} - nobody.keys()
+        gone = {node for node in nobody if nobody[node].gone}
+        of_round = still.intersection(place.node for place in table.nodes)
+        lost = given_up(of_round, answering, gone, len(table.nodes))
+        # No wait is for ever.
+        lost |= {n for n in of_round if self._heartbeats.still_for(n, now) > self._timing.outage}
+        if hidden := of_round - lost - answering:
+            self._doubt = (
+                f"{len(hidden)} of {len(table.nodes)} nodes are silent and cannot be reached; so"
+                " many may go on by themselves, so their ranks are given to nobody"
+            )
+        return (still - of_round) | lost
 
     def _master_addr(self, members: list[Member]) -> str:
         if self._membership.job.policy == "static":

@@ -52,11 +52,13 @@ from flashrun.control.events import (
     Waiting,
 )
 from flashrun.control.failures import merge_failures
+from flashrun.control.fence import Fence, is_cut_off
 from flashrun.control.growth import quiet_text
 from flashrun.control.joining import HandlerOpener, Opener, RefusedError, StoreOpener
 from flashrun.control.membership_plan import react
 from flashrun.control.patience import Patience
 from flashrun.control.plan_book import PREFIX, PlanBook
+from flashrun.control.probing import out_of_reach, some, unanswered
 from flashrun.control.records import (
     Failure,
     Member,
@@ -69,7 +71,7 @@ from flashrun.control.records import (
 from flashrun.rendezvous.endpoint import EndpointError, listen_address
 from flashrun.rendezvous.kv import KeyValue, LeaseLost, StoreLost, StoreRefused
 from flashrun.rendezvous.server import StoreInUse, StoreNotBound
-from flashrun.rendezvous.table import NodeRanks, RankTable
+from flashrun.rendezvous.table import RankTable
 from flashrun.rendezvous.tcp_kv import Cancelled, ConnectTimeout, NotAStore
 
 _LOOK_S = 1.0
@@ -114,6 +116,8 @@ class Coordinator:
         self._news = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+        self._fence: Fence | None = None
+        self._emitting = threading.Lock()
         # Of the thread only:
         self._opener: Opener
         self._base_round = 0
@@ -138,6 +142,8 @@ class Coordinator:
 
     def start(self) -> None:
         """Start the thread; returns at once."""
+        if self._resume is not None:
+            self._be_fenced(self._resume, None)
         self._thread.start()
         # A daemon thread that is inside torch's store while the interpreter ends aborts the process
         # (CPython < 3.14 ends it through C++ frames). os._exit needs none of this.
@@ -149,6 +155,8 @@ class Coordinator:
         (``leave`` does)."""
         self._closed.set()
         self._news.set()
+        if self._fence is not None:
+            self._fence.close()
         if timeout_s > 0:
             self._thread.join(timeout_s)
 
@@ -278,10 +286,42 @@ class Coordinator:
                 self.__dict__.pop(name, None)
 
     def _emit(self, event: Event) -> None:
-        if self._closed.is_set():
-            return
-        self.events.put(event)
+        with self._emitting:
+            if self._closed.is_set():
+                return
+            self.events.put(event)
+            if self._fence is not None and isinstance(event, (Finish, Refused)):
+                self._fence.close()
+            if isinstance(event, Lost) and event.at_once:
+                self.close()  # this node has no part in the job any more
         self._wake()
+
+    def _be_fenced(self, at: Connected, sent: float | None) -> None:
+        """From now on stop the workers when this node is cut off. (Its last heartbeat was answered
+        when it was ``sent``; None: by the agent before this one.)"""
+        membership = self._membership
+        if self._alone or membership.handler is not None or membership.store == "file":
+            return
+        if at.hosting:
+            return  # where the store is, the job is
+
+        def look(try_s: float) -> str | None:
+            if membership.etcd is None:
+                return out_of_reach(at.host, at.port, try_s)
+            others = [] if self._table is None else self._table.nodes
+            peers = some([node for node in others if node.node != self._node.node_id])
+            lonely = unanswered(peers, try_s)
+            if not is_cut_off(len(peers) + 1, len(lonely)):
+                return None
+            names = ", ".join(peer.addr for peer in peers if peer.node in lonely)
+            return f"{membership.etcd.where} does not answer, and {names} cannot be reached either"
+
+        self._fence = Fence(
+            self._timing.detection_timeout,
+            look,
+            lambda why: self._emit(Lost(why, at_once=True)),
+        )
+        self._fence.start(sent)
 
     def _make_opener(self) -> Opener:
         if self._membership.etcd is not None:
@@ -316,17 +356,12 @@ class Coordinator:
                 self._reports.empty() and (me is None or me.state == "running")
             )
 
-        def peers() -> list[NodeRanks]:
-            nodes = () if self._table is None else self._table.nodes
-            return [node for node in nodes if node.node != self._node.node_id]
-
         return Patience(
             where,
             self._timing,
             cancel=self._closed,
             say=lambda line: self._emit(Waiting(line)),
             awaited=awaited,
-            peers=peers,
         )
 
     def _join(self) -> None:
@@ -364,7 +399,10 @@ class Coordinator:
                 alive=self._port_of(self._doorbell, opened.node_addr),
                 shard=self._port_of(self._shard, opened.node_addr),
             )
+        began = time.monotonic()
         self._beat()
+        if self._fence is None:
+            self._be_fenced(self._connected, began)
         self._write_me()
         self._emit(self._connected)
         self._resume_round()
@@ -505,7 +543,7 @@ class Coordinator:
             self._joins = plan.table.joins
         elif todo.kind == "stop":
             self._stop_sent = todo.round
-            self._emit(Stop(todo.round, todo.reason, plan.restart, plan.growth))
+            self._emit(Stop(todo.round, todo.reason, plan.restart, plan.growth, todo.at_once))
         elif todo.kind == "acknowledge":
             self._change_me(state="stopped", round=plan.round, failures=(), reason="")
         elif todo.kind == "rejoin":
@@ -572,7 +610,10 @@ class Coordinator:
         self._kv.increment(f"{PREFIX}revision")
 
     def _beat(self) -> None:
+        sent = time.monotonic()
         self._beats = self._kv.increment(f"{PREFIX}beat/{self._connected.order}")
+        if self._fence is not None:
+            self._fence.answered(sent)
         self._beat_due = time.monotonic() + self._timing.heartbeat_interval
 
     def _tell_waiting(self, now: float) -> None:

@@ -58,6 +58,7 @@ class Stop:
     reason: str
     restart: bool  # another round follows (else the verdict)
     growth: dict[str, Any] = field(default_factory=dict)  # with more nodes: fields of its event
+    at_once: bool = False  # others act as these ranks already: there is no time for a farewell
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,14 @@ class Refused:
 
 @dataclass(frozen=True)
 class Lost:
-    """The control plane is gone; stop the workers and end with ``reason``. The last event."""
+    """The control plane is gone; stop the workers and end with ``reason``. The last event, but for
+    another one that is ``at_once``.
+
+    ``at_once``: others will act as these ranks in a moment, so there is no time for a farewell.
+    """
 
     reason: str
+    at_once: bool = False
 
 
 Event = Connected | Start | Reseat | Stop | Finish | Waiting | Refused | Lost

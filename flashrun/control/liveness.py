@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 
 class Heartbeats:
@@ -37,3 +37,20 @@ class Heartbeats:
     def still_for(self, node: str, now: float) -> float:
         """For how many seconds a node's heartbeat has not changed, as far as was seen here."""
         return now - self._seen[node][1]
+
+
+def given_up(
+    silent: Collection[str], answering: Collection[str], gone: Collection[str], nodes: int
+) -> frozenset[str]:
+    """Which silent nodes of a round are lost, where the store is none of the nodes' own.
+
+    One that answers at its door lives, and only does not reach the store. Those that do not may be
+    cut off together: they stop (`fence.is_cut_off`), unless they are most of the nodes.
+
+    Args:
+        gone: of these nothing is left.
+        nodes: how many the round has.
+    """
+    hidden = frozenset(silent) - frozenset(answering) - frozenset(gone)
+    lost = frozenset(silent) & frozenset(gone)
+    return lost if 2 * len(hidden) > nodes else lost | hidden

@@ -463,6 +463,7 @@ class Reaction:
     kind: Literal["none", "start", "stop", "acknowledge", "rejoin", "finish", "refused"]
     round: int = -1
     reason: str = ""
+    at_once: bool = False  # others act as its ranks
 
 
 def react(plan: Plan, me: Member, stop_sent: int) -> Reaction:
@@ -484,7 +485,7 @@ def react(plan: Plan, me: Member, stop_sent: int) -> Reaction:
         if stop_sent >= me.round:
             return Reaction("none")
         why = "this node had been given up for lost; its place is taken"
-        return Reaction("stop", me.round, why)
+        return Reaction("stop", me.round, why, at_once=True)
     if plan.phase == "running":
         if place is None:  # it was taken for dead; from now on it is a spare
             back = me.state in ("stopped", "succeeded")

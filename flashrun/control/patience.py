@@ -1,8 +1,8 @@
 """While a store that outlives jobs does not answer: train on, and ask again within reason.
 
 Nothing in the path of a step needs the store, so a job goes on without it. It ends where somebody
-waits for what only the store can tell, for longer than an outage may take; and on a node that the
-others have been cut off from: they go on without it, and a rank must not have two processes.
+waits for what only the store can tell, for longer than an outage may take; and on a node that is
+cut off from the others (:mod:`flashrun.control.fence`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from flashrun.control.events import Timing
-from flashrun.control.probing import unanswered
 from flashrun.rendezvous.kv import ControlStore, KeyValue, StoreLost
-from flashrun.rendezvous.table import NodeRanks
 from flashrun.rendezvous.tcp_kv import Cancelled
 
 T = TypeVar("T")
@@ -31,7 +29,6 @@ class Patience:
         cancel: ends every wait.
         say: takes a line for a person.
         awaited: whether somebody waits for the store now.
-        peers: the other nodes of the round.
     """
 
     def __init__(
@@ -42,14 +39,12 @@ class Patience:
         cancel: threading.Event,
         say: Callable[[str], None],
         awaited: Callable[[], bool],
-        peers: Callable[[], Sequence[NodeRanks]],
     ) -> None:
         self._where = where
         self._timing = timing
         self._cancel = cancel
         self._say = say
         self._awaited = awaited
-        self._peers = peers
         self._line_due = 0.0
 
     def call(self, ask: Callable[[], T]) -> T:
@@ -78,26 +73,12 @@ class Patience:
                 f"{error} It has been away for {silent_s:.0f} s while this node waited for it "
                 f"(--recovery-timeout={limit:g})."
             ) from error
-        if silent_s > self._timing.detection_timeout:
-            self._look_around(error, silent_s)
         if time.monotonic() >= self._line_due:
             self._line_due = time.monotonic() + self._timing.waiting_line
             self._say(
                 f"{self._where} has not answered for {silent_s:.0f} s; training goes on, and what "
                 "is lost meanwhile is dealt with when it is back"
             )
-
-    def _look_around(self, error: StoreLost, silent_s: float) -> None:
-        peers = self._peers()
-        lonely = unanswered(peers)
-        if 2 * len(lonely) < len(peers) + 1:
-            return
-        names = ", ".join(peer.addr for peer in peers if peer.node in lonely)
-        raise StoreLost(
-            f"This node is cut off: {self._where} has not answered for {silent_s:.0f} s, and "
-            f"{names} cannot be reached either. Its workers are stopped, since the others may go "
-            "on without it. Mend its network and start its agent again."
-        ) from error
 
 
 class PatientKeyValue(KeyValue):

@@ -12,13 +12,14 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flashrun.control.blobs import Gone, unpacked
 from flashrun.control.ledger import RECOVERY, Keys, Ledger, keys_of, round_of
+from flashrun.control.liveness import given_up
 from flashrun.control.membership_plan import why_no_spare
-from flashrun.control.probing import lost_nodes
+from flashrun.control.probing import Nobody, lost_nodes
 from flashrun.control.recovery import Limits
 from flashrun.rendezvous.kv import (
     MAX_OPERATIONS,
@@ -50,6 +51,7 @@ class Place:
         outlived: the store is there after the job, which therefore leaves nothing in it.
         policy: by which places are given (membership_plan).
         backend: of the rendezvous.
+        detection: seconds in which a node that is cut off has stopped its workers.
         life: of this agent process.
         on_quiet: told whether a recovery is under way (`Ledger.quiet`) by who leads; in a thread.
     """
@@ -60,6 +62,7 @@ class Place:
     outlived: bool = False
     policy: str = "elastic"
     backend: str = "flash"
+    detection: float = 15.0
     prefix: str = RECOVERY
     life: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     on_quiet: Callable[[int | None], None] = lambda joins: None
@@ -109,6 +112,7 @@ class RecoveryLead:
         self._ring_at: float | None = None
         self._missing = ""
         self._lost: set[str] = set()  # nodes that are known to be
+        self._unanswered: dict[str, float] = {}  # other nodes that do not answer, and since when
         self._closed = threading.Event()
         self._watch: Watch | None = None
         self._thread = threading.Thread(target=self._run, name="recovery lead", daemon=True)
@@ -241,11 +245,24 @@ class RecoveryLead:
             known = {self._place.node, *self._lost}
             nodes = [n for n in ledger.table.nodes if n.node not in known]
             missed = [n for n in nodes if ranks.intersection(n.ranks)]
-            for node, why in lost_nodes(missed).items():
+            nobody = lost_nodes(missed)
+            now = time.monotonic()
+            self._unanswered = {node: self._unanswered.get(node, now) for node in nobody}
+            for node in self._given_up(nobody, len(ledger.table.nodes), now):
+                why = nobody[node].why
                 self._lost.add(node)
-                ledger.node_lost(node, why, time.monotonic(), self._place.no_spare(node))
+                ledger.node_lost(node, why, now, self._place.no_spare(node))
                 self._on_lost(node, why)
-            self._ring_at = time.monotonic() + _RING_AGAIN_S
+            self._ring_at = now + _RING_AGAIN_S
+
+    def _given_up(self, nobody: Mapping[str, Nobody], nodes: int, now: float) -> list[str]:
+        """Those of whom nothing is left; and the others once they have had the time to stop, should
+        they live and be cut off."""
+        gone = {node for node in nobody if nobody[node].gone}
+        late = {node for node in nobody if now - self._unanswered[node] >= self._place.detection}
+        if self._place.outlived:  # otherwise the store is on this side, and those have to stop
+            late &= given_up(nobody, (), gone, nodes)
+        return sorted(gone | late)
 
     def _settle(self, ledger: Ledger) -> bool:
         """Make durable what is due; False: somebody else leads."""

@@ -369,7 +369,7 @@ class Agent:
         elif isinstance(event, Refused):
             self._give_up(event.reason, "refused")
         elif isinstance(event, Lost):
-            self._give_up(event.reason, "control-plane-lost")
+            self._give_up(event.reason, "control-plane-lost", event.at_once)
 
     def _on_start(self, table: RankTable, resumed: bool) -> None:
         if self._stop_signal is not None:
@@ -533,6 +533,7 @@ class Agent:
             run_dir=self._run_dir,
             policy=self._membership.job.policy,
             backend=self._membership.job.backend,
+            detection=self._membership.timing.detection_timeout,
         )
 
     def _count_fault(self, group: WorkerGroup, member: Member) -> None:
@@ -619,7 +620,7 @@ class Agent:
                 name, line = "growth", event.reason
             say(line, "warning", event=name, round=event.round, **event.growth)
         if self._group.running:
-            self._begin_stopping(int(signal.SIGTERM))
+            self._begin_stopping(int(signal.SIGKILL if event.at_once else signal.SIGTERM))
         else:
             self._stopped()
 
@@ -635,11 +636,11 @@ class Agent:
         else:
             self._conclude()
 
-    def _give_up(self, reason: str, event: str) -> None:
+    def _give_up(self, reason: str, event: str, at_once: bool = False) -> None:
         say(reason, "error", event=event)
         self._verdict = Finish(success=False, failures=(), reason="")
         if self._group is not None and self._group.running:
-            self._begin_stopping(int(signal.SIGTERM))
+            self._begin_stopping(int(signal.SIGKILL if at_once else signal.SIGTERM))
         else:
             self._conclude()
 
@@ -712,6 +713,8 @@ class Agent:
         group = self._group
         assert group is not None
         if self._phase == "stopping":
+            if number == signal.SIGKILL:
+                self._save(group.ask_to_stop(number))
             return
         self._phase = "stopping"
         if self._inplace is not None:

@@ -121,6 +121,7 @@ class Several:
         run_dir: private folder of the job on this node.
         policy: by which nodes get their places.
         backend: of the rendezvous.
+        detection: seconds in which a node that is cut off has stopped its workers.
     """
 
     table: RankTable
@@ -133,6 +134,7 @@ class Several:
     run_dir: str
     policy: str
     backend: str
+    detection: float
 
     def lay_table(self, path: str, table: RankTable) -> None:
         """For the workers of this node, into shared memory."""
@@ -162,7 +164,7 @@ class Together:
         selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         place = Place(
             several.table, several.node, limits, several.outlived, several.policy, several.backend,
-            on_quiet=on_quiet,
+            several.detection, on_quiet=on_quiet,
         )  # fmt: skip
         mine = several.table.of(several.node)
         assert mine is not None  # whoever has no place in a round is not told of it
