@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashrun.node import process_tree, stderr_tail, tags, worker_env
+from flashrun.node import process_tree, run_folder, stderr_tail, tags, worker_env
 from flashrun.node.eligibility import reason_for_plain, shadowed, variables_set_by
 from flashrun.node.failure_report import describe_failure, first_failure, report
 from flashrun.node.log_tee import PARTIAL_DELAY, LogTee, Sink, Tail, split_lines
@@ -630,3 +630,16 @@ def test_what_was_passed_on_does_not_stay_on_the_disk(tmp_path: Path) -> None:
     assert left.st_size == len(text)
     assert left.st_blocks * 512 < len(text) / 2
     assert (tmp_path / "stderr").read_bytes()[-(16 << 10) :] == text[-(16 << 10) :]
+
+
+@pytest.mark.parametrize("written", ["", "the reason"])
+def test_a_temporary_log_folder_goes_with_the_run_folder(tmp_path: Path, written: str) -> None:
+    """Whoever removes that; not where there is something to read."""
+    logs = tmp_path / "torchelastic_x"
+    (logs / "attempt_0").mkdir(parents=True)
+    (logs / "attempt_0" / "stderr.log").write_text(written)
+    folder, mark = run_folder.make(str(logs))
+    run_folder.remove(folder)
+    os.close(mark)
+    assert logs.exists() == bool(written)
+    assert not os.path.exists(folder)

@@ -77,6 +77,7 @@ def test_the_next_job_removes_what_one_that_was_killed_whole_has_left(tmp_path: 
         (ready,), (alive,) = job.await_told("ready"), other.await_told("ready")
         folder = Path(ready["run_dir"])
         view = os.readlink(folder / "view")
+        assert os.path.basename(os.readlink(folder / "logs")).startswith("torchelastic_")
         everybody = [job.pid, *map(job.helper, ("agent", "zygote", "store"))]
         helpers.freeze(*everybody)
         for pid in everybody:

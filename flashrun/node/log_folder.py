@@ -24,13 +24,30 @@ def clean_up_logs(launch: LaunchConfig, succeeded: bool) -> None:
 
     After a failure it stays if there is anything in it to read.
     """
-    root = str(getattr(launch.logs_specs, "root_log_dir", ""))
-    if not is_temporary(root) or not os.path.isdir(root):
+    root = temporary_logs(launch)
+    if not root:
         return
-    empty = not any(
-        os.path.getsize(os.path.join(folder, name)) > 0
-        for folder, _, names in os.walk(root)
-        for name in names
-    )
-    if succeeded or empty:
+    if succeeded:
+        shutil.rmtree(root, ignore_errors=True)
+    else:
+        remove_if_empty(root)
+
+
+def temporary_logs(launch: LaunchConfig) -> str:
+    """That folder; "" if one was given."""
+    root = str(getattr(launch.logs_specs, "root_log_dir", ""))
+    return root if is_temporary(root) else ""
+
+
+def remove_if_empty(root: str) -> None:
+    """Remove a log folder in which there is nothing to read."""
+    try:
+        full = any(
+            os.path.getsize(os.path.join(folder, name)) > 0
+            for folder, _, names in os.walk(root)
+            for name in names
+        )
+    except FileNotFoundError:
+        return  # somebody else is removing it
+    if not full:
         shutil.rmtree(root, ignore_errors=True)

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flashrun.errors import UsageError
+from flashrun.node.log_folder import remove_if_empty
 from flashrun.observe.console import say
 from flashrun.worker.private import PER_RANK
 
@@ -25,6 +26,7 @@ _SHARED_MEMORY = "/dev/shm"  # the folder below it is private to this user
 _ENOUGH_BYTES = 64 << 20
 _PREFIX = "flashrun_"
 _VIEW = "view"
+_LOGS = "logs"
 _LOCK = "lock"
 _LEFT = (*PER_RANK, "sealed", "copied")  # by a rank, `NAME.RANK`
 
@@ -39,8 +41,11 @@ def _base() -> str | None:
     return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) and free >= _ENOUGH_BYTES else None
 
 
-def make() -> tuple[str, int]:
+def make(logs: str = "") -> tuple[str, int]:
     """A new folder, readable by this user only.
+
+    Args:
+        logs: a temporary log folder, which goes with it if there is nothing to read in it.
 
     Returns:
         The folder, and a descriptor: the folder is in use as long as a process has it open.
@@ -54,6 +59,8 @@ def make() -> tuple[str, int]:
         text = f"no folder for the job's own files: {error.strerror or error}"
         raise UsageError(f"{text}; set TMPDIR to a folder that can be written") from None
     _make_view(folder)
+    if logs:
+        os.symlink(logs, os.path.join(folder, _LOGS))
     lock = os.path.join(folder, _LOCK)
     # Under another name until it is held: it says that nobody is there if it can be had.
     mark = os.open(f"{lock}.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -130,8 +137,11 @@ def _clear(left: Iterable[Path]) -> None:
 
 
 def remove(folder: str) -> None:
-    """Remove the folder and its part on disk; nothing happens if it is gone."""
+    """Remove the folder and its parts on disk; nothing happens if it is gone."""
     view = Path(folder, _VIEW)
     if view.is_symlink():
         shutil.rmtree(os.readlink(view), ignore_errors=True)
+    logs = Path(folder, _LOGS)
+    if logs.is_symlink():
+        remove_if_empty(os.readlink(logs))
     shutil.rmtree(folder, ignore_errors=True)

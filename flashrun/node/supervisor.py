@@ -41,6 +41,7 @@ from typing import Any
 from flashrun.job import Job
 from flashrun.node import aftermath, linux, run_folder, tags, zygote
 from flashrun.node.doorbell import Doorbell
+from flashrun.node.log_folder import temporary_logs
 from flashrun.node.process_tree import (
     KILL_PATIENCE,
     TAG_VARIABLE,
@@ -144,7 +145,7 @@ class Supervisor:
         for folder in run_folder.remove_abandoned():
             text = f"removed {folder}, which a job has left that was killed with all its helpers"
             say(text, "debug", event="abandoned-folder")
-        self.run_dir, self._mark = run_folder.make()
+        self.run_dir, self._mark = run_folder.make(temporary_logs(job.launch))
         self._selector = selectors.DefaultSelector()
         self._helpers: dict[str, _Helper] = {}
         self._workers: dict[str, _Worker] = {}
