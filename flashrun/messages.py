@@ -52,6 +52,13 @@ ADDRESS = "FLASHRUN_ADDRESS"  # where peers of other nodes reach this one; "": t
 TABLE = "FLASHRUN_TABLE"  # path of the rank table, where there are several nodes
 RETAIN = "FLASHRUN_RETAIN"  # "off": no copies of inputs; a number: at most so many bytes
 
+
+def left(channel: str, rank: int) -> str:
+    """The file of a rank's standing words: a JSON line with its ``incarnation``, then those. For an
+    agent to which it has not come to say them."""
+    return f"{channel}.said.{rank}"
+
+
 RECOVERY_TIMEOUT = "FLASHRUN_RECOVERY_TIMEOUT"  # s; see config.Settings
 HEARTBEAT = "FLASHRUN_HEARTBEAT_INTERVAL"  # s
 

@@ -19,6 +19,7 @@ from flashrun.control.commands import Kill
 from flashrun.control.recovery import Limits
 from flashrun.node.inplace import InPlace, InPlaceState, classify, gpus_are_here
 from flashrun.socket_path import address
+from flashrun.worker.channel import Channel
 
 
 class Workers:
@@ -129,6 +130,24 @@ def test_the_last_words_of_a_worker_come_before_its_end(
         dying.sendall(b'{"op": "replicas"}\n')
         inplace.on_exited(1, 0, -signal.SIGKILL, {})
     assert told == [(1, "replicas"), (1, "exited")]
+
+
+def test_a_worker_that_dies_with_the_agent_has_said_what_it_left(
+    shell: tuple[InPlace, selectors.BaseSelector, Workers],
+) -> None:
+    """It had not found this agent when it was killed."""
+    inplace, _, _ = shell
+    told = []
+    inplace._decides.message = lambda *said: told.append(said)  # type: ignore[method-assign]
+    inplace._decides.exited = lambda *_: None  # type: ignore[method-assign]
+    path = inplace.environment()[messages.CHANNEL]
+    for rank, incarnation in ((0, 1), (1, 0)):  # rank 0's is of a process that came later
+        Channel(
+            path, dict, print, messages.left(path, rank), incarnation
+        ).send({"op": "formed"}, standing="formed")
+    inplace.on_exited(0, 0, -signal.SIGKILL, {})
+    inplace.on_exited(1, 0, -signal.SIGKILL, {})
+    assert told == [(1, 0, {"op": "formed"})]
 
 
 def test_a_dead_workers_connection_is_read_after_its_replacements(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ import hashlib
 import os
 import random
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import helpers
 from tests.jobs import Job, job
 
 RANKS = 3
@@ -122,12 +124,15 @@ class Run:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Any:
-    def start(*flags: str, steps: int = STEPS, name: str = "j", body: str = TRAIN) -> Any:
+    def start(
+        *flags: str, steps: int = STEPS, name: str = "j", body: str = TRAIN,
+        fifos: Sequence[str] = (),
+    ) -> Any:  # fmt: skip
         out = tmp_path / f"out-{name}"
         out.mkdir()
         return job(
             tmp_path, body, f"--nproc-per-node={RANKS}", *flags, args=[str(steps)],
-            env={"OUT": str(out)}, name=name, forked=True, recovery="in-place",
+            env={"OUT": str(out)}, name=name, forked=True, recovery="in-place", fifos=fifos,
         ), out  # fmt: skip
 
     return start
@@ -273,14 +278,21 @@ def test_the_agent_is_killed_and_then_a_worker(train: Any, undisturbed: dict[str
 
 
 def test_agent_and_worker_at_once(train: Any, undisturbed: dict[str, str]) -> None:
-    started, out = train()
+    """The agent had read nothing of what the worker had said: it stood still."""
+    waits = 'tell("built")\nif RANK == 0: await_release("go")\nlosses, step, epoch'
+    started, out = train(body=TRAIN.replace("losses, step, epoch", waits, 1), fifos=("go",))
     with started as running:
         run = Run(running, out)
+        running.await_told("built", rank=0)
+        agent = running.helper("agent")
+        helpers.freeze(agent)
+        running.release("go")
         run.await_step(30, 2)
-        os.kill(running.helper("agent"), signal.SIGKILL)
+        os.kill(agent, signal.SIGKILL)
         run.kill(2)
         assert running.ended() == 0, running.describe()
     assert results(out) == undisturbed, running.err
+    assert "restart 1" not in running.err
 
 
 def test_the_zygote_is_killed_with_a_worker(train: Any, undisturbed: dict[str, str]) -> None:

@@ -235,7 +235,7 @@ class InPlace:
     def on_exited(self, rank: int, incarnation: int, code: int, facts: Mapping[str, Any]) -> None:
         """A worker's process has ended."""
         if self.gave_up is None:
-            self._channel.hear_out()
+            self._channel.hear_out(rank, incarnation)
         if self.gave_up is not None:  # which it may have asked for
             return
         kind, cause = classify(code, facts)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from flashrun import messages
 from flashrun.messages import Message
 from flashrun.observe.console import say
 from flashrun.socket_path import address
@@ -65,6 +66,7 @@ class WorkersChannel:
         self.repeated = repeated or {}
         self._connections: dict[int, _Connection] = {}
         self._open: set[_Connection] = set()
+        self._heard: set[tuple[int, int]] = set()  # who has connected: rank, incarnation
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)  # of the agent before this one
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -81,15 +83,26 @@ class WorkersChannel:
             self._drop(connection)
         os.unlink(self.path)
 
-    def hear_out(self) -> None:
-        """Pass on whatever the workers have written until now: before a word about a worker's end,
-        which comes another way, what it said last."""
+    def hear_out(self, rank: int, incarnation: int) -> None:
+        """The process of a rank has ended: pass on what it said last, since the word of its end
+        comes another way. And what it would have told this agent, had it found it."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._on_connect()
         for connection in list(self._open):
             while self._on_data(connection):
                 pass
+        if (rank, incarnation) not in self._heard:
+            for message in self._left(rank, incarnation):
+                self._on_message(rank, incarnation, message)
+
+    def _left(self, rank: int, incarnation: int) -> list[Message]:
+        try:
+            with open(messages.left(self.path, rank), "rb") as file:
+                head, *said = map(json.loads, file)
+        except OSError:
+            return []
+        return said if head["incarnation"] == incarnation else []
 
     def forget(self, rank: int) -> None:
         """The rank's process is another one from now on."""
@@ -177,4 +190,5 @@ class WorkersChannel:
             return False
         connection.rank, connection.incarnation = rank, incarnation
         self._connections[rank] = connection
+        self._heard.add((rank, incarnation))
         return True

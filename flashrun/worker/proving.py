@@ -68,7 +68,9 @@ class Proving:
             "own": proof.digests(rt.own.copies(rt.boundary)),
             "confirm": confirm,
         }
-        rt.channel.send(message, standing="replicas")
+        # Boundaries are compared in pairs, and when one rank has come to the second of them,
+        # another may not: both stand.
+        rt.channel.send(message, standing=f"replicas {rt.boundary & 1}")
         if confirm:
             with rt.told:
                 rt.told.wait_for(

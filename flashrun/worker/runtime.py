@@ -127,7 +127,9 @@ class Runtime:
         self.arrival = Arrival(self)
         self.rejoining = Rejoining(self)
         self.proving = Proving(self)
-        self.channel = Channel(environ[messages.CHANNEL], self._hello, self._receive)
+        path = environ[messages.CHANNEL]
+        said = messages.left(path, self.rank)
+        self.channel = Channel(path, self._hello, self._receive, said, self.incarnation)
         place = self.bootstrap.default_store
         self.home = None if place is None else Home(self, environ, place)
 
