@@ -44,7 +44,7 @@ def job_from_namespace(
     from flashrun.checks import check_events
     from flashrun.command_line import settings_of
     from flashrun.config import OPTIONS, load_settings
-    from flashrun.control.terms import membership_of
+    from flashrun.control.terms import SPARES, membership_of
     from flashrun.devices import local_world_size, processors_by_numa
     from flashrun.job import Job
     from flashrun.node.log_folder import clean_up_logs
@@ -58,11 +58,13 @@ def job_from_namespace(
     by_master = args.rdzv_backend == "static" and not args.rdzv_endpoint
     endpoint_from = origin("master_addr" if by_master else "rdzv_endpoint")
     _choose_rendezvous(args)
-    mode = args.numa_binding
+    mode, node_rank = args.numa_binding, args.node_rank
     try:
         args.nproc_per_node = str(local_world_size(args.nproc_per_node))
         # LaunchConfig asks CUDA where it is given none, for a default that torch does not have.
         args.numa_binding = mode or AffinityMode.NODE.value
+        if args.rdzv_backend != "static":
+            args.node_rank = 0  # torch says that it ignores another one, and we do not
         launch, entrypoint, entrypoint_args = config_from_args(args)
         if mode is None:
             launch.numa_options = None
@@ -76,7 +78,9 @@ def job_from_namespace(
     except (ValueError, AssertionError, RuntimeError) as error:
         raise UsageError(" ".join(str(error).split())) from None
     finally:
-        args.numa_binding = mode
+        args.numa_binding, args.node_rank = mode, node_rank
+    if args.rdzv_backend in SPARES:
+        launch.rdzv_configs["rank"] = args.node_rank
     try:
         membership_of(launch, settings)
     except ValueError as error:

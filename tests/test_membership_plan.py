@@ -182,6 +182,44 @@ def test_hosting_node_is_first_and_its_address_is_the_masters() -> None:
     assert (own.table.master_addr, own.table.master_port) == ("b", 7)
 
 
+@pytest.mark.parametrize(
+    ("given", "order"),
+    [
+        ((0, 1, 2), "abc"),
+        ((2, 0, 1), "bca"),
+        ((1, 2, 0), "cab"),  # not the host first
+        ((4, 7, 2), "cab"),
+        ((0, 0, 0), "bac"),  # torch's default: the host first, then by arrival
+        ((1, 0, 0), "bac"),  # not all have given one
+        ((1, 1, 2), "bac"),
+        ((None, 1, 0), "bac"),
+    ],
+)
+def test_elastic_nodes_are_in_the_order_of_their_node_ranks(
+    given: tuple[int | None, ...], order: str
+) -> None:
+    members = [
+        member(name, i, node_rank=rank, host=name == "b")
+        for i, (name, rank) in enumerate(zip("abc", given, strict=True))
+    ]
+    plan = new_plan(call(job(nodes="2:3"), members))
+    assert plan.table is not None
+    assert "".join(place.node for place in plan.table.nodes) == order
+    assert plan.table.master_addr == "host", "wherever rank 0 is"
+
+
+def test_a_surplus_node_waits_whatever_its_node_rank() -> None:
+    """Who came first has a place; who has one keeps it in the next round."""
+    members = [member(name, i, node_rank=rank) for i, (name, rank) in
+               enumerate([("a", 3), ("b", 2), ("c", 0)])]  # fmt: skip
+    plan, running = started(job(nodes="2:2"), members)
+    assert plan.table is not None
+    assert [place.node for place in plan.table.nodes] == ["b", "a"]
+    stopped = [replace(m, state="waiting") for m in running]
+    chosen, _ = seating(job(nodes="2:2"), stopped, plan)
+    assert [m.node for m in chosen] == ["b", "a"]
+
+
 def test_static_seats_first_comer_keeps_its_rank() -> None:
     members = [
         member("a", 1, node_rank=0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -38,8 +38,13 @@ def _two(
     *flags: str,
     fifos: tuple[str, ...] = (),
     script: Path | None = None,
+    each: Callable[[int], Sequence[str]] = lambda node: (),
 ) -> Iterator[tuple[jobs.Job, jobs.Job]]:
-    """A job of two nodes; node 0 hosts the store."""
+    """A job of two nodes; node 0 hosts the store.
+
+    Args:
+        each: flags of one node.
+    """
     port = helpers.free_port()
     with ExitStack() as stack:
         nodes = [
@@ -49,6 +54,7 @@ def _two(
                     body,
                     *_flags(backend, node, port),
                     *flags,
+                    *each(node),
                     fifos=fifos,
                     script=script,
                     name=f"n{node}",
@@ -100,6 +106,23 @@ def test_node_that_waits_for_the_others_to_finish_obeys_signals(
         first.signal(signal.SIGTERM)
         assert first.ended() == 1, first.describe()
         assert late.ended() == 1, late.describe()  # its store is gone, or it was told
+
+
+def test_node_ranks_that_all_give_are_honoured(tmp_path: Path) -> None:
+    """Also where the node that hosts the store is not the first; torch's word that they are
+    ignored is not said."""
+    body = """
+        tell("ran", node=os.environ["NODE"], group_rank=os.environ["GROUP_RANK"],
+             addr=os.environ["MASTER_ADDR"])
+    """
+    with _two(tmp_path, "c10d", body, each=lambda node: [f"--node-rank={1 - node}"]) as nodes:
+        for node in nodes:
+            assert node.ended() == 0, node.describe()
+            assert "node_rank" not in node.err
+        told = [e for node in nodes for e in node.told("ran")]
+        assert [(e["node"], e["group_rank"], e["rank"]) for e in told] == [
+            ("0", "1", 1), ("1", "0", 0)]  # fmt: skip
+        assert {e["addr"] for e in told} == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

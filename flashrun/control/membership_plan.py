@@ -142,7 +142,8 @@ def seating(job: Job, live: Sequence[Member], plan: Plan) -> tuple[list[Member],
 
     static: the node ranks as given; the first to arrive has the place, another one is refused.
     elastic: the node that hosts the store first (MASTER_ADDR is its address), then by arrival;
-    surplus nodes wait, as with torchrun.
+    surplus nodes wait, as with torchrun. Those that have a place are in the order of their node
+    ranks, where each has one of its own.
     """
     table = plan.table
     by_arrival = sorted(
@@ -156,7 +157,7 @@ def seating(job: Job, live: Sequence[Member], plan: Plan) -> tuple[list[Member],
     )
     if job.policy == "elastic":
         ordered = sorted(by_arrival, key=lambda m: not m.host)
-        return ordered[: job.max_nodes], {}
+        return by_node_rank(ordered[: job.max_nodes]), {}
     places: dict[int, Member] = {}
     refused: dict[str, str] = {}
     for member in by_arrival:
@@ -174,6 +175,14 @@ def seating(job: Job, live: Sequence[Member], plan: Plan) -> tuple[list[Member],
         else:
             places[rank] = member
     return [places[rank] for rank in sorted(places)], refused
+
+
+def by_node_rank(chosen: list[Member]) -> list[Member]:
+    """In the order of ``--node-rank``, if it was given: without, each has the same, torch's 0."""
+    ranks = [m.node_rank for m in chosen if m.node_rank is not None]
+    if len(set(ranks)) < len(chosen):
+        return chosen
+    return [member for _, member in sorted(zip(ranks, chosen, strict=True), key=lambda x: x[0])]
 
 
 def missing_text(

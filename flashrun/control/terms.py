@@ -94,7 +94,7 @@ def membership_of(launch: LaunchConfig, settings: Settings) -> Membership:
 
 def node_of(launch: LaunchConfig, node_id: str) -> Node:
     """This node as the others see it; ``node_id`` must outlive the agent."""
-    rank: Any = launch.rdzv_configs.get("rank") if launch.rdzv_backend == "static" else None
+    rank: Any = launch.rdzv_configs.get("rank") if launch.rdzv_backend in _NATIVE else None
     return Node(
         node_id=node_id,
         slots=launch.nproc_per_node,
