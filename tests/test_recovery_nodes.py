@@ -60,7 +60,8 @@ class Nodes:
         return int([e for e in list(self.of(rank).events) if e["rank"] == rank][-1]["pid"])
 
     def await_step(self, step: int, rank: int) -> None:
-        self.jobs[rank // SLOTS]._await(
+        living = next((j for j in self.jobs if j.process.poll() is None), self.jobs[0])
+        living._await(
             lambda: any(j.told("step", step=step, rank=rank) for j in self.jobs),
             f"step {step} of rank {rank}", 120,
         )  # fmt: skip
