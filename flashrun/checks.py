@@ -5,13 +5,11 @@ Each check raises UsageError with one line: what is wrong, where it was given, w
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
 import signal
 import sys
-import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from importlib import metadata
@@ -20,13 +18,11 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing import Std
 
-from flashrun.config import COMMANDS, nearest
+from flashrun.config import nearest
 from flashrun.devices import are_there
+from flashrun.early import check_file, check_script
 from flashrun.errors import UsageError
 from flashrun.modules import find_module
-
-_GIVE_FILE = "give the path of a Python file"
-_MAINS = ("__main__.py", "__main__.pyc")  # what python runs of a folder or a zip file
 
 Origin = Callable[[str], str]
 """For an option's name (``nnodes``): where its value was given (``--nnodes``, ``PET_NNODES``)."""
@@ -231,7 +227,7 @@ def check_target(args: Namespace) -> None:
     if args.module and args.no_python and not args.run_path:
         raise UsageError("--module and --no-python exclude each other; leave one out")
     if args.run_path:
-        _check_file(target, "--run-path")
+        check_file(target, "--run-path")
     elif args.no_python:
         if shutil.which(target) is None:
             raise UsageError(
@@ -248,9 +244,7 @@ def check_target(args: Namespace) -> None:
                 f"-m {target}: {error} ({places}); give a module as python -m takes it"
             ) from None
     elif not args.module:
-        near = difflib.get_close_matches(target, COMMANDS, n=1, cutoff=0.75)
-        meant = f"did you mean 'flashrun {near[0]}'?" if near else _GIVE_FILE
-        _check_file(target, "the script", meant)
+        check_script(target)
     if (args.module or not args.no_python) and not args.run_path:
         _check_interpreter()
 
@@ -261,30 +255,6 @@ def _check_interpreter() -> None:
         raise UsageError(
             f"environment, PYTHON_EXEC: there is no program {python!r}; give an interpreter"
         )
-
-
-def _check_file(path: str, what: str, meant: str = _GIVE_FILE) -> None:
-    if path == "-":
-        return
-    if not os.path.lexists(path):
-        raise UsageError(f"{what} {path!r} does not exist (looked from {os.getcwd()}); {meant}")
-    if not os.path.exists(path):
-        raise UsageError(
-            f"{what} {path!r} links to {os.readlink(path)!r}, which does not exist; {_GIVE_FILE}"
-        )
-    if not os.access(path, os.R_OK):
-        raise UsageError(f"{what} {path!r} cannot be read; look at its permissions")
-    if os.path.isdir(path):
-        if not any(os.path.isfile(os.path.join(path, name)) for name in _MAINS):
-            raise UsageError(f"{what} {path!r} is a folder without __main__.py; give a file in it")
-    elif os.path.isfile(path) and zipfile.is_zipfile(path):  # a pipe must not be read here
-        try:
-            with zipfile.ZipFile(path) as archive:
-                names = archive.namelist()
-        except zipfile.BadZipFile:
-            return  # looks like one at its end only; python takes it for a script
-        if not any(name in names for name in _MAINS):
-            raise UsageError(f"{what} {path!r} is a zip file without __main__.py; give one with it")
 
 
 def check_events(path: str) -> None:

@@ -286,8 +286,10 @@ def _from_file(path: str, where: str) -> dict[str, Any]:
 
 
 def _is_torchs(key: str) -> bool:
-    from torch.distributed.run import get_args_parser
-
+    try:
+        from torch.distributed.run import get_args_parser
+    except (ImportError, OSError):  # said when all is well but that
+        return False
     return key in {action.dest.replace("_", "-") for action in get_args_parser()._actions}
 
 

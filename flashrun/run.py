@@ -171,11 +171,14 @@ def main(argv: Sequence[str]) -> Outcome:
     """
     try:
         from flashrun.config import COMMANDS
+        from flashrun.early import refuse as refuse_early
 
         if argv and argv[0] in COMMANDS and argv[0] != "exec":
             from flashrun.overview_command import main as show
 
             return show(argv[0], argv[1:])
+        if "FLASHRUN_ARGS_FD" not in os.environ and argv[:1] != ["exec"]:
+            refuse_early(argv, os.environ)
         with off_while_loading():
             check_torch()
         if argv and argv[0] == "exec":

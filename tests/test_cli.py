@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.distributed import argparse_util
 from torch.distributed import run as torchrun
 
+from flashrun import early
 from flashrun.command_line import make_parser, split_at_script
 from flashrun.errors import UsageError
 from flashrun.job import Job
@@ -57,6 +58,7 @@ def _scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job(*argv: str) -> Job:
+    early.refuse(argv, os.environ)  # refuses nothing that is right
     made = parse(argv, os.environ)
     assert made is not None
     return made
@@ -316,6 +318,14 @@ def test_what_can_have_no_effect_is_told(
     assert f"flashrun: warning: {said}" in told if said else not told
 
 
+def _refused_early(argv: list[str]) -> str:
+    try:
+        early.refuse(argv, os.environ)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 _RIGHT = (
     r"[;,.:(] ?(or |so )?([Gg]ive|did you mean|see|look|leave|choose from|usage|known:|write it out"
     r"|Right would be|switches)"
@@ -329,6 +339,7 @@ def test_refused(argv: list[str], said: list[str], tmp_path: Path) -> None:
     message = str(caught.value)
     for words in said:
         assert words in message
+    assert _refused_early(argv) in ("", message)
     assert "\n" not in message
     assert re.search(_RIGHT, message), "says what would be right"
     assert not list((tmp_path / "temporary").iterdir()), "a refusal leaves nothing behind"
@@ -403,6 +414,40 @@ def test_a_torch_that_cannot_be_used(
     for words in said:
         assert words in done.stderr
     assert done.stderr.startswith("flashrun: error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--nnodes=1", "tain.py"], "the script 'tain.py' does not exist"),
+        (["--nnodes=1", "--recovery=fast", "train.py"], "--recovery: 'fast' is not valid"),
+        (["--config=file.yaml", "train.py"], "file.yaml: unknown setting 'spars'"),
+        (["train.py"], "environment: unknown variable FLASHRUN_SPARS"),
+    ],
+)
+def test_what_needs_no_torch_is_told_before_it_is_loaded(
+    argv: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("stub").mkdir()
+    Path("stub/torch.py").write_text("raise ImportError('loaded')")
+    Path("file.yaml").write_text("spars: 1\n")
+    monkeypatch.setenv("PYTHONPATH", "stub")
+    if "variable" in said:
+        monkeypatch.setenv("FLASHRUN_SPARS", "1")
+    done = flashrun(*argv)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"flashrun: error: {said}")
+
+
+def test_early_refusals_are_of_what_needs_no_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may be overruled, or is no script, is left to the parser; so is a pipe."""
+    for argv in (["-m", "tain"], ["--no-python", "tain"], ["--nnodes", "1", "tain.py"],
+                 ["--detection-timeout=3", "--heartbeat-int=1", "train.py"]):  # fmt: skip
+        early.refuse(argv, os.environ)
+    os.mkfifo("pipe")
+    early.refuse(["--config=pipe", "train.py"], os.environ)
+    monkeypatch.setenv("PET_MODULE", "1")
+    early.refuse(["tain"], os.environ)
 
 
 def test_an_interrupt_while_the_launcher_loads_torch(monkeypatch: pytest.MonkeyPatch) -> None:
