@@ -266,6 +266,7 @@ NEAR_DUPLICATES = {
     "pet_log_dir_and_tee": "pet_defaults",
     "pythonpath": "module_from_pythonpath",
     "pythonioencoding": "pythonutf8_off",
+    "pythonoptimize": "pythondevmode",  # and each of its processes compiles all of torch
     "redirect_all": "tee_and_redirect",
     "tee_without_log_dir": "role",
     "tee_map": "redirect_map",

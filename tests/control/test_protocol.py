@@ -18,6 +18,15 @@ def explored(faults: Faults, **more: Any) -> Explored:
     return explore(Model(3, more.pop("boundaries", (1, 2)), faults, **more))
 
 
+def test_two_faults() -> None:
+    """Any two processes at any two moments; one and the decider."""
+    result = explored(Faults(kills=2))
+    assert result.ends.keys() == {"done", NO_STATE}
+    assert result.worlds > 60_000
+    assert explored(Faults(kills=1, deaths=1)).ends.keys() == {"done"}
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # under a minute on a core of its own
 def test_two_faults_and_the_death_of_the_decider() -> None:
     """Any two processes at any two moments, and the decider at any third."""
