@@ -77,6 +77,8 @@ Phase = Literal["joining", "running", "settling", "stopping", "reported", "stopp
 # everywhere" worth a look before the others are stopped.
 _SETTLE_SECONDS = 3.0
 _SETTLE_AT_MOST = 20.0
+# In the names of metrics: torch's classes, to which torchrun's functions belong.
+_SIMPLE, _LOCAL = "SimpleElasticAgent", "LocalElasticAgent"
 # How long the others' store may take to hear that this node leaves.
 _LEAVE_PATIENCE = 1.0
 
@@ -119,7 +121,8 @@ class Agent:
         self._stop_signal: int | None = None
         self._verdict: Finish | None = None
         self._code: int | None = None
-        self._began = time.monotonic()
+        self._began = self._joining_since = time.monotonic()
+        self._stopping_since: float | None = None
         self._store_answer: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -322,6 +325,11 @@ class Agent:
             self._group.on_spawned(message["id"], message["pid"])
             if all(m.pid is not None for m in self._group.members.values()):
                 self._events.started(self._group.facts())
+                self._events.took(f"{_LOCAL}._start_workers", self._spawned_at)
+                self._events.took(f"{_SIMPLE}._initialize_workers", self._joining_since)
+                if self._stopping_since is not None:
+                    self._events.took(f"{_SIMPLE}._restart_workers", self._stopping_since)
+                    self._stopping_since = None
                 self._save()
         elif op == "spawn-failed":
             self._group.on_spawn_failed(message["id"], message["error"])
@@ -348,6 +356,7 @@ class Agent:
         if not self._membership.alone:
             self._coordinator.wait_left(_LEAVE_PATIENCE)
         self._events.record("FAILED", raw_error=f"signal {self._stop_signal}")
+        self._events.took(f"{_SIMPLE}.run", self._began, ok=False)
         self._code = 1
 
     # -- from the coordinator --------------------------------------------------------------------
@@ -393,8 +402,11 @@ class Agent:
             )
         self._events.restarts = table.restart_count
         # As torchrun, which knows the node's place only after both; the table came with its ranks.
-        self._events.record("RENDEZVOUS", duration_ms=(time.monotonic() - self._began) * 1000)
+        joining = (time.monotonic() - self._joining_since) * 1000
+        self._events.record("RENDEZVOUS", duration_ms=joining)
         self._events.record("ASSIGN_WORKER_RANKS", duration_ms=0.0)
+        self._events.took(f"{_SIMPLE}._rendezvous", self._joining_since)
+        self._events.took(f"{_SIMPLE}._assign_worker_ranks", time.monotonic())
         self._events.group_rank = node.group_rank
         self._events.group_world_size = table.group_world_size
         group = WorkerGroup(
@@ -619,6 +631,7 @@ class Agent:
             if event.growth:
                 name, line = "growth", event.reason
             say(line, "warning", event=name, round=event.round, **event.growth)
+        self._stopping_since = time.monotonic()
         if self._group.running:
             self._begin_stopping(int(signal.SIGKILL if event.at_once else signal.SIGTERM))
         else:
@@ -684,6 +697,7 @@ class Agent:
         self._report("failed")
 
     def _report(self, result: Literal["succeeded", "failed"]) -> None:
+        self._events.state(result)
         self._phase = "reported"
         self._deadline = None
         self._save()
@@ -746,6 +760,9 @@ class Agent:
         self._deadline = None
         self._phase = "stopped"
         group.sweep_remnants()
+        self._joining_since = time.monotonic()
+        if self._stopping_since is not None:
+            self._events.took(f"{_LOCAL}._stop_workers", self._stopping_since)
         if self._stop_signal is not None:
             self._leave()
         elif self._verdict is not None:
@@ -765,6 +782,7 @@ class Agent:
             self._group.finish_output()
             by_rank: Mapping[int, Failure] = {f["rank"]: f for f in failures}
             self._events.ended(self._group.facts(), by_rank, verdict.success)
+        self._events.took(f"{_SIMPLE}.run", self._began, ok=self._group is not None)
         if verdict.reason:
             line = self._not_again(verdict.reason)
             say(line, "error" if not verdict.success else "debug", event="finish")

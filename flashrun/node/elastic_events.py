@@ -1,13 +1,14 @@
 """torch's elastic events and metrics, recorded where torchrun's agent records them.
 
 Source: ``SimpleElasticAgent`` (torch 2.13, elastic/agent/server/api.py): ``_construct_event``,
-``_record_worker_events``, ``_record_metrics``.
+``_record_worker_events``, ``_record_metrics``, ``_invoke_run``, and what ``@prof`` measures there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,23 @@ class ElasticEvents:
     def started(self, workers: Iterable[WorkerFacts]) -> None:
         for worker in workers:
             self.record("START", EventSource.WORKER, worker)
+        self.state("healthy")
+
+    def state(self, name: str) -> None:
+        """The metrics of what the node's workers have come to be: healthy, succeeded, failed.
+        (torchrun repeats them at each look; here a state is told once.)"""
+        group = f"workers.{self._job.launch.role}"
+        put_metric(f"{group}.remaining_restarts", self._job.launch.max_restarts - self.restarts)
+        put_metric(f"{group}.{name}", 1)
+
+    def took(self, step: str, since: float, ok: bool = True) -> None:
+        """The metrics of a step that is over, under the name of torchrun's function for it.
+
+        Args:
+            since: when it began, by ``time.monotonic()``.
+        """
+        put_metric(f"{step}.{'success' if ok else 'failure'}", 1)
+        put_metric(f"{step}.duration.ms", int((time.monotonic() - since) * 1000))
 
     def ended(
         self, workers: Iterable[WorkerFacts], failures: Mapping[int, Mapping[str, Any]], ok: bool
