@@ -133,6 +133,13 @@ class Agent:
             if isinstance(event, Waiting) and text in event.text:
                 return
 
+    def drain(self) -> list[Event]:
+        """What has come and nobody looked at."""
+        found = []
+        while not self.coordinator.events.empty():
+            found.append(self.coordinator.events.get())
+        return found
+
     def die(self) -> None:
         """As SIGKILL of the agent and its node: no word to anybody."""
         self.coordinator.close(5.0)
@@ -356,6 +363,18 @@ def test_leaving_node_is_not_waited_for(world: World) -> None:
     assert "SIGTERM" in one.get(Stop).reason
     one.coordinator.report_stopped(0)
     assert not one.get(Finish).success
+
+
+def test_a_node_that_leaves_before_it_came_waits_for_nobody(world: World) -> None:
+    terms = membership(job("static", "2:2"))
+    late = world.agent(terms, "n1", node_rank=1)  # nobody hosts the store
+    late.coordinator.leave("SIGINT")
+    assert not late.coordinator.wait_left(3600.0)
+    one, two = (world.agent(terms, f"n{r}", node_rank=r) for r in (0, 1))  # n1 is started again
+    for agent in (one, two):
+        assert agent.get(Start).table.group_world_size == 2
+    late.coordinator.close(60.0)
+    assert all(isinstance(event, Waiting) for event in late.drain())
 
 
 @pytest.mark.parametrize(

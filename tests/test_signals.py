@@ -313,3 +313,69 @@ def test_interrupt_while_waiting_for_other_nodes(
             assert not job.told("ran")
             assert "Traceback" not in job.err
             assert "did not end in time" not in job.err
+
+
+_PLUGIN = """
+import datetime, os, threading
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+def create(params):
+    return Handler(params)
+
+def registered():
+    return create
+
+class Handler(RendezvousHandler):
+    use_agent_store = True
+
+    def __init__(self, params):
+        self.params = params
+
+    def get_backend(self):
+        return "patient"
+
+    def get_run_id(self):
+        return self.params.run_id
+
+    def next_rendezvous(self):
+        if self.params.get("how") == "store":  # in C++
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(2, b"waits for others\\n")
+            store.wait(["others"], datetime.timedelta(hours=1))
+        os.write(2, b"waits for others\\n")
+        threading.Event().wait()
+
+    def is_closed(self):
+        return False
+
+    def set_closed(self):
+        pass
+
+    def num_nodes_waiting(self):
+        return 0
+
+    def shutdown(self):
+        threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("how", ["python", "store"])
+def test_interrupt_in_a_rendezvous_of_another_package(tmp_path: Path, how: str) -> None:
+    info = tmp_path / "site" / "patient-1.0.dist-info"
+    info.mkdir(parents=True)
+    (tmp_path / "site" / "patient_rdzv.py").write_text(_PLUGIN)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: patient\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[torchrun.handlers]\npatient = patient_rdzv:registered\n"
+    )
+    flags = ["--nnodes=2", "--rdzv-backend=patient", "--rdzv-endpoint=127.0.0.1:1"]
+    flags += [f"--rdzv-conf=how={how}", "--shutdown-timeout=300"]
+    env = {"PYTHONPATH": str(tmp_path / "site")}
+    with jobs.job(tmp_path, 'tell("ran")\n', *flags, env=env) as job:
+        job.await_output("waits for others", "err")
+        job.signal(signal.SIGINT)
+        assert job.ended() == 1, job.describe()
+        assert not job.told("ran")
+        assert "Traceback" not in job.err
+        assert "did not end in time" not in job.err

@@ -115,6 +115,9 @@ class Coordinator:
         self._reports: queue.SimpleQueue[Callable[[Member], Member]] = queue.SimpleQueue()
         self._news = threading.Event()
         self._closed = threading.Event()
+        # Whether the others can know of this node; read by the thread after `_leaving` is written.
+        self._known = resume is not None
+        self._leaving = False
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._fence: Fence | None = None
         self._emitting = threading.Lock()
@@ -175,10 +178,14 @@ class Coordinator:
 
     def leave(self, reason: str) -> None:
         """This node goes away on purpose (a signal): the others needn't wait for its heartbeat."""
+        self._leaving = True
         self._submit(lambda me: replace(me, state="left", reason=reason))
 
     def wait_left(self, timeout_s: float) -> bool:
-        """Whether everything reported so far reached the store within ``timeout_s`` seconds."""
+        """Whether everything reported so far reached the store within ``timeout_s`` seconds. Not
+        waited for where the others cannot know of this node yet."""
+        if self._leaving and not self._known:
+            return False
         done = threading.Event()
 
         def mark(me: Member) -> Member:
@@ -366,6 +373,10 @@ class Coordinator:
 
     def _join(self) -> None:
         opened = self._opener.open()
+        met, self._known = self._known, True
+        if self._leaving and not met:  # nobody waits for what would be told
+            self._opener.leave()
+            raise Cancelled
         self._kv = opened.kv
         self._book = PlanBook(opened.kv, PREFIX)
         self._membership = opened.membership
