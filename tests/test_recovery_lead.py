@@ -8,6 +8,7 @@ import queue
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,11 +16,12 @@ from typing import Any
 
 import pytest
 
+from flashrun.control.blobs import packed
 from flashrun.control.commands import Log, Reseat, RestartAll, Send, Spawn
 from flashrun.control.director import Director
 from flashrun.control.ledger import Keys
 from flashrun.control.probing import lost_nodes, nobody_there
-from flashrun.control.recovery import FAULT
+from flashrun.control.recovery import FAULT, Limits
 from flashrun.control.recovery_lead import Place
 from flashrun.control.recovery_post import Batch, RecoveryPost
 from flashrun.node.doorbell import Doorbell
@@ -28,6 +30,7 @@ from flashrun.rendezvous.kv import Put
 from flashrun.rendezvous.server import open_listener, serve
 from flashrun.rendezvous.table import RankTable, Seat, assign_ranks
 from tests import helpers
+from tests.control.decider import message_of
 
 Opener = Callable[[], EmbeddedStore]
 
@@ -63,7 +66,8 @@ class Agent:
     ) -> None:
         self.batches: queue.SimpleQueue[Batch] = queue.SimpleQueue()
         self.lost: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self.place = Place(rounds, node, Director(["x"]).machine.limits, **options)
+        limits = options.pop("limits", Limits())
+        self.place = Place(rounds, node, limits, **options)
         self.post = RecoveryPost(
             connect, self.place, 0, self.batches.put, print,
             lambda node, why: self.lost.put((node, why)), 0, (lambda: "") if joins else None,
@@ -79,6 +83,13 @@ class Agent:
             found = [c for c in commands if isinstance(c, kind)]
             if found:
                 return found[0]
+
+    def hear(self, op: str) -> None:
+        """Until a worker is told so."""
+        while True:
+            _, commands = self.batches.get(timeout=30)
+            if any(isinstance(c, Send) and c.message["op"] == op for c in commands):
+                return
 
 
 Make = Callable[..., Agent]
@@ -169,6 +180,61 @@ def test_a_leader_that_lives_is_not_replaced(make: Make, connect: Opener) -> Non
         store = connect()
         assert leader_of(store, place.keys)() == "a"
         bell.close()
+
+
+def word(rank: int, *word: Any, incarnation: int = 0) -> dict[str, Any]:
+    return {"rank": rank, "incarnation": incarnation, "message": message_of(word, rank, 4)}
+
+
+# What is heard in each phase of a recovery, and the word to the workers that it leads to.
+COURSE = {
+    "live": ([{"rank": 3, "incarnation": 0, "ended": [FAULT, "SIGKILL"]}], "abort"),
+    "hold": ([*(word(rank, "held", 1, 5, True, False) for rank in range(3)),
+              word(3, "hello", 1, incarnation=1)], "plan"),
+    "gather": ([*(word(rank, "digest", 1) for rank in range(3)),
+                word(3, "held", 1, 5, False, False, incarnation=1)], "rebuild"),
+    "rebuild": ([word(rank, "built", 1, incarnation=int(rank == 3)) for rank in range(4)], "go"),
+}  # fmt: skip
+
+
+def leave_books(store: EmbeddedStore, place: Place, phase: str) -> None:
+    """As a leader does that dies in this phase without a word, and whose node lives."""
+    ledger = place.new_ledger()
+    machine = ledger.director.machine
+    machine.proved = True
+    for rank, who in enumerate(machine.ranks):
+        who.port, who.formed = 1000 + rank, True
+    for number, (before, (seen, _)) in enumerate(COURSE.items()):
+        if before == phase:
+            break
+        value = {"node": "b", "read": 0, "seen": seen}
+        entry = packed(place.keys.prefix, value).first
+        ledger.take(place.keys.entry("b", "before", number), entry, value, time.monotonic())
+    assert machine.phase == phase
+    commit = ledger.commit(time.monotonic())
+    assert store.transaction(commit.expected, commit.operations)
+    claim = json.dumps({"node": place.node, "life": "before"}).encode()
+    lease = store.lease(1.0)
+    store.transaction({}, [Put(place.keys.leader, claim, lease)])
+    lease.abandon()
+
+
+def test_a_leader_that_dies_in_any_phase_costs_its_lease(make: Make, connect: Opener) -> None:
+    """The next one goes on from the books with what is heard then, and nothing is waited for but
+    the lease: every other wait of the recovery is half an hour here."""
+    limits = Limits(rebuild=1800.0, grace=1800.0)
+    store = connect()
+    agents = {}
+    for number, phase in enumerate(COURSE, 10):
+        rounds = replace(table({"a": 0, "b": 0}), round=number)
+        leave_books(store, Place(rounds, "a", limits), phase)
+        agents[phase] = make(rounds, "b", limits=limits)
+    for phase, agent in agents.items():
+        seen, leads_to = COURSE[phase]
+        for item in seen:
+            agent.post.send(item)
+        agent.hear(leads_to)
+        assert leader_of(store, agent.place.keys)() == "b"
 
 
 def instead(rounds: RankTable, lost: str, spare: str) -> RankTable:

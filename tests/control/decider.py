@@ -112,7 +112,7 @@ class Decider:
                 effects += more
             self._answers[key] = number, effects
         else:
-            message = _message(word, rank, self._size)
+            message = message_of(word, rank, self._size)
             self._answers[key] = self._twice(
                 number, lambda m: m.message(rank, incarnation, message, 0.0)
             )
@@ -175,7 +175,7 @@ def _word(machine: RecoveryMachine, message: dict[str, Any]) -> Word | None:
     return (op, generation) if op in ("abort", "go") else None
 
 
-def _message(word: Word, rank: int, world_size: int) -> dict[str, Any]:
+def message_of(word: Word, rank: int, world_size: int) -> dict[str, Any]:
     """The message of `flashrun.messages` that a worker's word stands for."""
     op = word[0]
     if op == "hello":
