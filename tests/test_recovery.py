@@ -9,6 +9,7 @@ and tests/replay (the catch-up).
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import signal
@@ -341,11 +342,15 @@ def test_retries_without_progress_end_the_job(tmp_path: Path) -> None:
         'tell("step", step=step)\n'
         '        if step == 20 and RANK == 1: os.kill(os.getpid(), signal.SIGKILL)',
     )  # fmt: skip
-    with job(tmp_path, body, f"--nproc-per-node={RANKS}", "--max-retries=2", args=["100"],
+    events = tmp_path / "events"
+    flags = (f"--nproc-per-node={RANKS}", "--max-retries=2", f"--events={events}")
+    with job(tmp_path, body, *flags, args=["100"],
              env={"OUT": str(tmp_path)}, forked=True, recovery="in-place") as running:  # fmt: skip
         assert running.ended() == 1
     assert running.err.count("2 times in a row without progress") == 1  # not in each line about it
     assert "cannot go on in place, see above (give --max-restarts" in running.err
+    (end,) = [e for e in map(json.loads, events.open()) if e["event"] == "finish"]
+    assert "2 times in a row without progress" in end["reason"]  # a record has nothing above it
 
 
 def test_replicas_that_differ_are_told_and_not_replaced(tmp_path: Path) -> None:

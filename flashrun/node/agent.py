@@ -627,10 +627,11 @@ class Agent:
         if self._group is None or self._group.table.round != event.round:
             return
         if event.restart:
+            why = {"reason": event.reason}
             name, line = "stop", f"stopping this round: {self._not_again(event.reason)}"
             if event.growth:
-                name, line = "growth", event.reason
-            say(line, "warning", event=name, round=event.round, **event.growth)
+                name, line, why = "growth", event.reason, event.growth
+            say(line, "warning", event=name, round=event.round, **why)
         self._stopping_since = time.monotonic()
         if self._group.running:
             self._begin_stopping(int(signal.SIGKILL if event.at_once else signal.SIGTERM))
@@ -785,7 +786,8 @@ class Agent:
         self._events.took(f"{_SIMPLE}.run", self._began, ok=self._group is not None)
         if verdict.reason:
             line = self._not_again(verdict.reason)
-            say(line, "error" if not verdict.success else "debug", event="finish")
+            level = "error" if not verdict.success else "debug"
+            say(line, level, event="finish", reason=verdict.reason)
         if failures:
             sys.stderr.write(report(self._job.entrypoint_name, failures) + "\n")
             hand_up(failures)

@@ -294,8 +294,8 @@ def restarts(fleet: Fleet) -> dict[int, str]:
     told = fleet.told()
     reasons: dict[int, str] = {}
     for event in told:
-        if event["event"] == "stop" and "given up for lost" not in event["line"]:
-            reasons.setdefault(event["round"], event["line"].partition(": ")[2])
+        if event["event"] == "stop" and "given up for lost" not in event["reason"]:
+            reasons.setdefault(event["round"], event["reason"])
     last = max((e["round"] for e in told if e["event"] == "started"), default=0)
     silent = [round_ for round_ in range(last) if not reasons.get(round_)]
     strange = {r: why for r, why in reasons.items() if not any(word in why for word in REASONS)}

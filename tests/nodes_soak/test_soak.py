@@ -22,15 +22,15 @@ def test_a_few_events(seed: int, tmp_path: Path) -> None:
     assert found["equal"] == 7 * plan.ranks
 
 
-def event(name: str, round_: int, line: str = "") -> dict[str, Any]:
-    return {"event": name, "round": round_, "line": line}
+def event(name: str, round_: int, reason: str = "") -> dict[str, Any]:
+    return {"event": name, "round": round_, "reason": reason}
 
 
 @pytest.mark.parametrize(
     ("told", "said"),
     [
         ([event("started", 1)], "ended without a word: [0]"),
-        ([event("stop", 0, "stopping this round: internal error")], "{0: 'internal error'}"),
+        ([event("stop", 0, "internal error")], "{0: 'internal error'}"),
     ],
 )
 def test_a_restart_for_no_good_reason_is_told(told: list[dict[str, Any]], said: str) -> None:
