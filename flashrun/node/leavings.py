@@ -100,7 +100,7 @@ class _Rank:
         self._log = Log(root, folder)
         self._operations = Log(root, f"{folder}/operations")
         self._looks = Log(root, f"{folder}/looks")
-        self._states: dict[str, Log] = {}
+        self._states = Log(root, f"{folder}/states")
         self._small = [Whole(root, f"unchanged.{rank}"), Whole(root, f"{folder}/restart-only")]
 
     def more(self) -> Iterator[Piece]:
@@ -128,9 +128,7 @@ class _Rank:
         yield from self._log.more()
         yield from self._log.tails(self._pending)
         if self._log.unfound:
-            for name in sorted(p.name for p in (self._run_dir / self._folder / "states").glob("*")):
-                place = f"{self._folder}/states/{name}"
-                yield from self._states.setdefault(place, Log(self._run_dir, place)).more()
+            yield from self._states.more()
         yield from self._outputs.more()
         yield from self._operations.more()
         yield from self._looks.more()
@@ -140,7 +138,7 @@ class _Rank:
     def close(self) -> None:
         files: list[Any] = [
             self._boundaries, self._pending, *self._own, self._outputs, self._log,
-            self._operations, self._looks, *self._states.values(), *self._small,
+            self._operations, self._looks, self._states, *self._small,
         ]  # fmt: skip
         for file in files:
             file.close()

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashrun.worker.replay import carried, memory, mersenne, unprofiled
 from flashrun.worker.replay.journal import FIRST_SEGMENT, Reader, Writer
+from flashrun.worker.replay.randomness import Randomness
 
 
 def read(folder: Path) -> list[tuple[int, int, bytes, int | None]]:
@@ -135,6 +136,37 @@ def test_cached_normals_are_part_of_a_state() -> None:
     assert numpy.fingerprint() != mark
     numpy.restore(state)
     assert numpy.fingerprint() == mark
+
+
+def test_draws_that_a_dead_process_had_not_counted_are_there_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their states lie in a ring, which later processes of the rank fill again and again."""
+    monkeypatch.setattr(Randomness, "_count_draws", lambda self: None)  # killed before
+
+    def draw(randomness: Randomness, ordinal: int, writer: Writer) -> None:
+        randomness.begin()
+        torch.rand(20_000)
+        randomness.end(ordinal, writer)
+        randomness._queue.clear()
+
+    torch.manual_seed(1)
+    randomness, writer = Randomness(tmp_path, create=True), Writer(tmp_path)
+    began, wanted = randomness.whole(), []
+    for ordinal in range(3):
+        draw(randomness, ordinal, writer)
+        wanted.append(randomness.whole())
+    for _ in range(2):
+        randomness, reader = Randomness(tmp_path, create=False), Reader(tmp_path)
+        randomness.restore_whole(began)
+        for ordinal in range(3):
+            randomness.apply(randomness.take(ordinal, reader))
+            assert randomness.whole() == wanted[ordinal]
+        writer = Writer(tmp_path, reader.here)
+        randomness.drop_after(0, 3)
+        randomness.rebase()
+        for ordinal in range(3, 1100):
+            draw(randomness, ordinal, writer)
 
 
 def test_small_tensors_in_the_scripts_frames_are_carried() -> None:

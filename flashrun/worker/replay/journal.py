@@ -49,15 +49,6 @@ class Position:
     crc: int
 
 
-class Record(NamedTuple):
-    """One record as it was read."""
-
-    kind: int
-    site: int
-    payload: bytes
-    tail: int | None = None  # the value that was filled in, None if there is none (yet)
-
-
 class Tail:
     """The part of a record that is filled in later, by one store of 12 bytes."""
 
@@ -72,6 +63,16 @@ class Tail:
         self._map[self._offset : self._offset + TAIL_SIZE] = raw + struct.pack(
             "<I", crc32(raw, TAIL_SEED)
         )
+
+
+class Record(NamedTuple):
+    """One record as it was read."""
+
+    kind: int
+    site: int
+    payload: bytes
+    tail: int | None = None  # the value that was filled in, None if there is none (yet)
+    place: Tail | None = None  # of the tail, where it has one
 
 
 def _segment_path(folder: Path, number: int) -> Path:
@@ -206,7 +207,7 @@ class Reader:
         """After what has been taken."""
         return Position(*self._here)
 
-    def _one(self) -> tuple[int, int, int, bytes, int | None] | None:
+    def _one(self) -> tuple[int, int, int, bytes, int | None, Tail | None] | None:
         while True:
             offset = self._offset
             segment = self._map
@@ -232,12 +233,14 @@ class Reader:
                 continue
             self._crc, self._offset = crc, end
             tail: int | None = None
+            place: Tail | None = None
             if flags & _TAIL:
+                place = Tail(segment, end)
                 value, check = _tail_struct.unpack_from(segment, end)
                 self._offset = end + TAIL_SIZE
                 if crc32(struct.pack("<Q", value), TAIL_SEED) == check:
                     tail = value
-            return kind, flags, site, payload, tail
+            return kind, flags, site, payload, tail, place
 
     def peek(self) -> Record | None:
         """The next record, None at the end of the log."""
@@ -245,17 +248,17 @@ class Reader:
             one = self._one()
             if one is None:
                 return None
-            kind, flags, site, payload, tail = one
+            kind, flags, site, payload, tail, place = one
             if flags & _MORE:
                 parts = [payload]
                 while flags & _MORE:
                     one = self._one()
                     if one is None:
                         return None
-                    kind, flags, site, payload, tail = one
+                    kind, flags, site, payload, tail, place = one
                     parts.append(payload)
                 payload = b"".join(parts)
-            self._ahead = Record(kind, site, payload, tail)
+            self._ahead = Record(kind, site, payload, tail, place)
         return self._ahead
 
     def take(self) -> Record | None:

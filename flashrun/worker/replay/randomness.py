@@ -3,7 +3,8 @@
 Live: the generators are compared at both ends of every region. What was drawn goes to the log:
 the number of draws where it is known at once, otherwise an open record whose number a thread finds
 off the critical path (`mersenne.DrawCounter`); until it has, the state itself is in a ring beside
-the log. Replay: the same numbers are drawn and dropped.
+the log. Replay: the same numbers are drawn and dropped. A record that the dead process left open is
+settled: nobody would count it any more, and its place in the ring is needed again.
 """
 
 from __future__ import annotations
@@ -100,6 +101,21 @@ class SlotFile:
                 self._map[at : at + _SLOT_HEADER.size] = bytes(_SLOT_HEADER.size)
 
 
+def _goes_on(folder: Path) -> Writer:
+    """The log of states, after what dead processes have written to it.
+
+    Raises:
+        OSError: there is none, and no room for one.
+    """
+    try:
+        reader = Reader(folder)
+    except (FileNotFoundError, ValueError):  # ValueError: it had just been created
+        return Writer(folder)
+    while reader.take() is not None:
+        pass
+    return Writer(folder, reader.here)
+
+
 class Philox:
     """A CUDA generator: seed and offset say everything, and both are on the host."""
 
@@ -165,6 +181,8 @@ class Randomness:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._found: dict[int, bytes] | None = None
+        self._settled: Writer | None = None  # the log of states
+        self._first = create
         (folder / "states").mkdir(exist_ok=True)
 
     def note_cuda(self) -> None:
@@ -261,7 +279,6 @@ class Randomness:
 
     def _count_draws(self) -> None:
         counter = mersenne.DrawCounter()
-        states: Writer | None = None
         while not self._stop.is_set():
             if not self._queue:
                 self._stop.wait(_PAUSE)
@@ -271,13 +288,18 @@ class Randomness:
             if drawn is not None:
                 tail.fill(drawn)
                 continue
-            if states is None:
-                names = {p.name for p in (self._folder / "states").glob("*")}
-                folder = self._folder / "states" / f"{len(names):04d}"
-                folder.mkdir()
-                states = Writer(folder)
-            states.append(kinds.STATE, 0, _COUNT.pack(number) + after)
-            tail.fill(_UNFOUND)
+            self._settle(number, after, tail)
+
+    def _settle(self, number: int, state: bytes, tail: Tail) -> None:
+        """The state takes the place of the number of draws, for good. (Live: in the thread.)"""
+        try:
+            if self._settled is None:
+                folder = self._folder / "states"
+                self._settled = Writer(folder) if self._first else _goes_on(folder)
+            self._settled.append(kinds.STATE, 0, _COUNT.pack(number) + state)
+        except OSError:
+            return  # no room: the ring has it for a while
+        tail.fill(_UNFOUND)
 
     def stop(self) -> None:
         """Wait for the counting thread to end, before the interpreter does. That ends any thread
@@ -355,8 +377,18 @@ class Randomness:
                     f"region {ordinal} of the replay, but the log has draws of region "
                     f"{theirs}"
                 )
-            taken.append(record)
             reader.take()
+            taken.append(self._closed(record))
+
+    def _closed(self, record: Record) -> Record:
+        """The same; one that was left open is settled."""
+        if record.kind != kinds.DRAWS_OPEN or record.tail is not None or record.place is None:
+            return record
+        number = _COUNT.unpack_from(record.payload, _REGION.size)[0]
+        state = self._ring.get(number)
+        if state is not None:
+            self._settle(number, state, record.place)
+        return record
 
     def apply(self, records: list[Record]) -> None:
         """Draw what the records say."""
@@ -392,11 +424,10 @@ class Randomness:
 
     def _read_states(self) -> dict[int, bytes]:
         found = {}
-        for folder in sorted((self._folder / "states").glob("*")):
-            reader = Reader(folder)
-            while (record := reader.take()) is not None:
-                number = _COUNT.unpack_from(record.payload)[0]
-                found[number] = record.payload[_COUNT.size :]
+        reader = Reader(self._folder / "states")
+        while (record := reader.take()) is not None:
+            number = _COUNT.unpack_from(record.payload)[0]
+            found[number] = record.payload[_COUNT.size :]
         return found
 
     def _get(self, ident: int) -> Generator:
