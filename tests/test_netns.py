@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -237,18 +238,24 @@ def test_a_node_that_stands_still(lan: Start, undisturbed: Any) -> None:  # noqa
 
 @pytest.mark.slow
 def test_etcd_is_out_of_reach_for_one_node(lan: Start, undisturbed: Any) -> None:  # noqa: F811
-    """Training goes on, since the nodes reach each other, and a fault waits until it is back."""
-    with lan(2, *QUICK, backend="flash-etcd") as nodes:
-        nodes.await_step(10, 3)
+    """Training goes on, since the nodes reach each other: however long its heartbeat stands still,
+    no spare has its place. A fault waits until etcd is back."""
+    options = {"spares": 1, "body": WAITING, "fifos": ("go",), "backend": "flash-etcd"}
+    with lan(2, *QUICK, **options) as nodes:
+        nodes.await_step(20, 3)
+        (spare,) = nodes.await_spares()
         alone = nodes.index(nodes.of(3))
         nodes.network.forget(alone, nodes.network.switch_address)
+        threading.Event().wait(12)  # three times the detection timeout
+        nodes.of(1).release("go")
         nodes.await_step(30, 1)
-        nodes.kill(1)
+        nodes.kill(0)
         nodes.jobs[alone].await_output("etcd at .* no answer", "err")
         nodes.network.remember(alone, nodes.network.switch_address)
         nodes.ended()
     nodes.check(undisturbed)
-    assert nodes.processes() == {0: 1, 1: 2, 2: 1, 3: 1}, nodes.describe()
+    assert nodes.processes() == {0: 2, 1: 1, 2: 1, 3: 1}, nodes.describe()
+    assert not spare.told("step")
 
 
 @pytest.mark.slow
