@@ -9,18 +9,19 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from flashrun.control import recovery_lead
 from flashrun.control.blobs import packed
 from flashrun.control.commands import Log, Reseat, RestartAll, Send, Spawn
 from flashrun.control.director import Director
 from flashrun.control.ledger import Keys
-from flashrun.control.probing import lost_nodes, nobody_there
+from flashrun.control.probing import Nobody, lost_nodes, nobody_there
 from flashrun.control.recovery import FAULT, Limits
 from flashrun.control.recovery_lead import Place
 from flashrun.control.recovery_post import Batch, RecoveryPost
@@ -28,7 +29,7 @@ from flashrun.node.doorbell import Doorbell
 from flashrun.rendezvous.embedded import EmbeddedStore, connect_embedded
 from flashrun.rendezvous.kv import Put
 from flashrun.rendezvous.server import open_listener, serve
-from flashrun.rendezvous.table import RankTable, Seat, assign_ranks
+from flashrun.rendezvous.table import NodeRanks, RankTable, Seat, assign_ranks
 from tests import helpers
 from tests.control.decider import message_of
 
@@ -235,6 +236,36 @@ def test_a_leader_that_dies_in_any_phase_costs_its_lease(make: Make, connect: Op
             agent.post.send(item)
         agent.hear(leads_to)
         assert leader_of(store, agent.place.keys)() == "b"
+
+
+@pytest.mark.parametrize(
+    ("silent", "options", "lost"),
+    [
+        ("a", {"detection": 0.0}, "a"),
+        ("a", {"detection": 600.0}, ""),  # it has the time to stop, should it be cut off
+        ("ac", {"detection": 0.0}, "ac"),  # the store is on this side
+        ("ac", {"detection": 0.0, "outlived": True}, ""),  # most of the nodes may go on
+    ],
+)
+def test_nodes_that_do_not_answer_are_lost_once_they_must_have_stopped(
+    make: Make, monkeypatch: pytest.MonkeyPatch, silent: str, options: dict[str, Any], lost: str
+) -> None:
+    rings = threading.Semaphore(0)
+
+    def ring(nodes: Sequence[NodeRanks]) -> dict[str, Nobody]:
+        rings.release()
+        return {n.node: Nobody("no answer", gone=False) for n in nodes if n.node in silent}
+
+    monkeypatch.setattr(recovery_lead, "lost_nodes", ring)
+    monkeypatch.setattr(recovery_lead, "_RING_AGAIN_S", 0.01)
+    agent = make(table({"a": 0, "b": 0, "c": 0}), "b", **options)
+    for rank in range(6):
+        agent.say(rank, {"op": "formed"})
+    agent.say(3, {"op": "suspect", "generation": 0, "error": "reset by peer"})
+    for _ in range(1 if lost else 3):
+        assert rings.acquire(timeout=30)
+    assert {agent.lost.get(timeout=30)[0] for _ in lost} == set(lost)
+    assert agent.lost.empty()
 
 
 def instead(rounds: RankTable, lost: str, spare: str) -> RankTable:
