@@ -4,6 +4,7 @@ was for everybody else."""
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import select
 import signal
@@ -100,6 +101,31 @@ def test_programs_get_flashrun(name: str, tmp_path: Path, worker: Path) -> None:
     lines = sorted(line for line in done.stdout.splitlines() if line.strip())
     expected = [f"rank {rank} of 2 ['--lr', 'x'] True" for rank in range(2)]
     assert lines == ["after", *expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("accelerate", "accelerate launch --multi_gpu --num_machines=1 --num_processes=2"),
+        ("lightning_fabric", "fabric run --accelerator=cpu --devices=2 --strategy=ddp"),
+        ("torchtune", "tune run --nproc-per-node=2"),
+    ],
+)
+def test_the_real_programs_get_flashrun(
+    package: str, command: str, tmp_path: Path, worker: Path
+) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    program, *flags = command.split()
+    arguments = [*flags, worker.name, "--config", "x"]  # tune takes no path
+    done = subprocess.run(
+        [FLASHRUN, "exec", "--", program, *arguments], capture_output=True, text=True,
+        timeout=180, cwd=tmp_path, env=clean_environment({"HF_HOME": str(tmp_path)}),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert lines == [f"rank {rank} of 2 ['--config', 'x'] True" for rank in range(2)]
 
 
 def test_the_exit_status_comes_through(tmp_path: Path, worker: Path) -> None:

@@ -84,10 +84,6 @@ DIFFERENCES = [
         holds=lambda torchrun, flashrun: torchrun is None and flashrun.isdigit(),
     ),
     Difference(
-        rf"{_RANK}\.flags\.hash_randomization",
-        "follows from the fixed PYTHONHASHSEED",
-    ),
-    Difference(
         rf"{_RANK}\.env\.FLASHRUN_\w+",
         "how the worker runtime finds its agent and how leftovers are recognised",
         holds=lambda torchrun, flashrun: torchrun is None,
@@ -213,12 +209,6 @@ DIFFERENCES = [
         holds=lambda torchrun, flashrun: set(torchrun) <= set(flashrun),
     ),
     Difference(
-        "status|stderr|report.*",
-        "sys.exit(0) is a success (issue 2)",
-        rows="run_path_exit_0",
-        holds=lambda torchrun, flashrun: flashrun in ([0], None) or "Trace" not in str(flashrun),
-    ),
-    Difference(
         r"report\.root\.\d+\.traceback",
         "where the last lines of standard error follow the report, it does not say how to get a "
         "traceback",
@@ -233,10 +223,6 @@ DIFFERENCES = [
 ]
 
 
-def unexplained(row: str, differing: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
-    """What of ``differing`` no intended difference covers."""
-    return {
-        key: values
-        for key, values in differing.items()
-        if not any(d.covers(row, key, *values) for d in DIFFERENCES)
-    }
+def explanation(row: str, key: str, values: tuple[Any, Any]) -> Difference | None:
+    """The intended difference that covers this one: the first in the list."""
+    return next((d for d in DIFFERENCES if d.covers(row, key, *values)), None)

@@ -32,7 +32,6 @@ class Row:
         closed_stdout: the launcher's stdout is a pipe that nobody reads any more.
         cwd: working directory, relative to ``{work}``.
         preexec: name of a preparation in the launcher's process (see harness.PREPARATIONS).
-        skip: keys (regular expressions) that are not compared, since the row says nothing of them.
         refused: torchrun does not run this at all.
     """
 
@@ -49,7 +48,6 @@ class Row:
     closed_stdout: bool = False
     cwd: str = ""
     preexec: str = ""
-    skip: tuple[str, ...] = ()
     refused: bool = False
 
 
@@ -181,6 +179,12 @@ LOGS = [
     _row("ranks_filter", _TWO + " --local-ranks-filter=1"),
     _row("ranks_filter_tee", _TWO + " --local-ranks-filter=0 -t 3 --log-dir={logs}"),
     _row(
+        "tee_filters_and_ranks",
+        _TWO + " -r 1 -t 0:3,1:3 --local-ranks-filter=1 --duplicate-stdout-filters=line "
+        "--duplicate-stderr-filters=warning --log-dir={logs}",
+        do="*:lines=3,warn=a warning",
+    ),
+    _row(
         "duplicate_filters",
         _TWO + " --duplicate-stdout-filters=rank,,x,attempt "
         "--duplicate-stderr-filters=nothing -t 3 --log-dir={logs}",
@@ -270,7 +274,8 @@ NEAR_DUPLICATES = {
     "redirect_all": "tee_and_redirect",
     "tee_without_log_dir": "role",
     "tee_map": "redirect_map",
-    "ranks_filter": "ranks_filter_tee",
+    "ranks_filter": "tee_filters_and_ranks",
+    "ranks_filter_tee": "tee_filters_and_ranks",
     "exit_0": "bare",
     "exit_255": "exit_1",
     "kills_itself_SIGABRT": "kills_itself_SIGSEGV",
