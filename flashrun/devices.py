@@ -58,6 +58,18 @@ def are_there(kind: str) -> bool:
         return False  # a driver that ends who asks it
 
 
+def lost_to_forks() -> bool:
+    """Whether forks of this process can't use a GPU any more: something else in it (a site
+    customisation, a plugin) has asked for devices."""
+    import torch
+
+    cuda: Any = torch.cuda
+    xpu: Any = torch.xpu
+    if not (cuda._is_compiled() or xpu._is_compiled()):
+        return False
+    return bool(ask_apart(lambda: cuda._is_in_bad_fork() or xpu._is_in_bad_fork()))
+
+
 def local_world_size(nproc_per_node: str) -> int:
     """The number of workers that ``--nproc-per-node`` asks for, a number or a word.
 

@@ -53,7 +53,11 @@ def pretend(binding):
     torch.accelerator.is_available = torch.cuda.is_available
     torch.accelerator.device_count = torch.cuda.device_count
     torch.accelerator.current_accelerator = lambda: torch.device("cuda")
+    torch.cuda._is_compiled = lambda: True
+    torch.cuda._is_in_bad_fork = lambda: bool(asked - {os.getpid()})
     binding._get_logical_cpus_to_bind_to = answering(beside)
+    if "ASKS_EARLY" in os.environ:
+        torch.cuda.is_available()
 
 
 sys.meta_path.insert(0, Finder())
@@ -114,6 +118,14 @@ def test_a_worker_is_no_fork_of_a_process_that_has_asked_for_gpus(
     found = workers(tmp_path, "flashrun", environ, f"--nproc-per-node={word}")
     assert [told["world"] for told in found] == ["2", "2"]
     assert [told["asked"] for told in found] == [[], []]
+
+
+def test_workers_are_fresh_processes_where_forks_have_lost_the_gpus(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    early = {**environ, "ASKS_EARLY": "1"}
+    [told] = workers(tmp_path, "flashrun", early, "--nproc-per-node=1", "--numa-binding=node")
+    assert told["asked"] == []
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 import flashrun
 from flashrun.collector import leave_to_the_kernel
 from flashrun.control.terms import ELASTIC, SPARES, membership_of
+from flashrun.devices import lost_to_forks
 from flashrun.job import Job
 from flashrun.node.agent import run_agent
 from flashrun.node.eligibility import reason_for_plain, worth_preloading
@@ -118,6 +119,8 @@ def run(job: Job) -> Outcome:
     preload = worth_preloading(job)
     loaded = loaded_names() | (PRELOADED_TOO if preload else frozenset())
     why = reason_for_plain(job, loaded, flashrun.STARTED_WITH_MODULES, os.environ)
+    if why is None and lost_to_forks():
+        why = "something that Python loads here has used a GPU, which no fork can after that"
     if why is not None:
         level = "debug" if job.kind == "program" else "info"
         say(f"workers start as fresh processes, not from the zygote: {why}", level, event="plain")
