@@ -29,7 +29,7 @@ from flashrun.control.commands import (
     Spawn,
 )
 from flashrun.control.held import Rank, donors_of, first_again, mismatch, numbers
-from flashrun.control.replicas import compare, equal_everywhere, named
+from flashrun.control.replicas import compare, kept_of, named
 from flashrun.messages import SAME_BUFFERS, Message
 
 SLOWEST = 50e6  # bytes/s of state that a peer sends at least
@@ -626,16 +626,16 @@ class RecoveryMachine:
             commands: list[Command] = [Send(i, word) for i in range(len(self.ranks))]
         else:
             commands = []
-        names, equal = equal_everywhere(proofs)
-        lost = sorted(names.intersection(self.plan.get("own", ())) - equal)
+        own = kept_of(proofs)
+        lost = sorted(own.apart.intersection(self.plan.get("own", ())))
         if lost and commands:
             return self.restart(
                 f"after a recovery {named(lost)} differs between ranks at boundary {boundary}"
             )
-        self.unshared = sorted({*self.unshared, *(names - equal)})
-        self.shared = sorted({*self.shared, *equal}.difference(self.unshared))
-        if names:
-            word = {"op": "own", "asked": sorted(names), "shared": self.shared}
+        self.unshared = sorted({*self.unshared, *own.apart})
+        self.shared = sorted({*self.shared, *own.equal}.difference(self.unshared))
+        if own.names:
+            word = {"op": "own", "asked": sorted(own.names), "shared": self.shared}
             commands += [Send(i, word) for i in range(len(self.ranks))]
         self.private = sorted({*self.private, *verdict.private})
         for rank, name in verdict.lonely.items():

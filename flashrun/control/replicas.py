@@ -8,17 +8,33 @@ from dataclasses import dataclass
 from flashrun.messages import Message
 
 
-def equal_everywhere(proofs: Mapping[str, Message]) -> tuple[set[str], set[str]]:
-    """Of what scripts keep in places of their own: all names, and those that every rank has equal.
+@dataclass(frozen=True)
+class Kept:
+    """What scripts keep in places of their own, as far as the ranks have found it. A variable that
+    holds another tensor than when a rank looked last is left out by that rank, for now.
 
+    Attributes:
+        names: all of it.
+        equal: what every rank has, equal.
+        apart: what two ranks have, and it differs.
+    """
+
+    names: set[str]
+    equal: set[str]
+    apart: set[str]
+
+
+def kept_of(proofs: Mapping[str, Message]) -> Kept:
+    """
     Args:
         proofs: as for `compare`.
     """
     everybody = [proof.get("own", {}) for proof in proofs.values()]
     names = {name for own in everybody for name in own}
-    return names, {
-        name for name in names if len({own.get(name) for own in everybody}) == 1
-    }
+    found = {name: [own[name] for own in everybody if name in own] for name in names}
+    apart = {name for name, hashes in found.items() if len(set(hashes)) > 1}
+    everywhere = {name for name, hashes in found.items() if len(hashes) == len(everybody)}
+    return Kept(names, everywhere - apart, apart)
 
 
 @dataclass(frozen=True)

@@ -408,6 +408,18 @@ def shown(
     return commands
 
 
+def test_what_a_survivor_has_left_out_is_not_taken_for_lost() -> None:
+    """A variable that got another tensor since its rank looked last (a metric at the end of an
+    epoch); the replacement has found it."""
+    machine = RecoveryMachine(2)
+    shown(machine, 1, [{"x": "1"}, {"x": "1"}])
+    machine.plan = {"own": ["x"]}
+    assert not any(isinstance(c, RestartAll) for c in shown(machine, 6, [{}, {"x": "7"}], True))
+    assert machine.shared == ["x"]
+    (_, restart) = shown(machine, 7, [{"x": "8"}, {"x": "7"}], True)
+    assert restart == RestartAll("after a recovery x differs between ranks at boundary 7")
+
+
 def test_what_was_seen_to_differ_is_never_sent() -> None:
     machine = RecoveryMachine(2)
     (word, _, _) = shown(machine, 1, [{"x": "1", "y": "1", "z": "1"}, {"x": "1", "y": "2"}])
