@@ -59,7 +59,7 @@ def main() -> int:
     except KeyboardInterrupt:
         if sys.argv[1:2] == ["exec"] or os.getpid() != launcher:
             raise  # the program's own business, or a worker's
-        print("flashrun: interrupted", file=sys.stderr)
+        print("flashrun: interrupted", file=sys.stderr)  # flashrun.interrupts says the same
         return 1
     if isinstance(outcome, int):
         return outcome

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from flashrun.collector import off_while_loading
 from flashrun.errors import UsageError
+from flashrun.interrupts import end_at_once, wait_until_after
 from flashrun.torch_here import check_torch
 
 if TYPE_CHECKING:
@@ -179,23 +180,31 @@ def main(argv: Sequence[str]) -> Outcome:
             return show(argv[0], argv[1:])
         if "FLASHRUN_ARGS_FD" not in os.environ and argv[:1] != ["exec"]:
             refuse_early(argv, os.environ)
-        with off_while_loading():
+        with off_while_loading(), end_at_once():
             check_torch()
         if argv and argv[0] == "exec":
             from flashrun.exec_program import main as execute
 
             return execute(argv[1:])
-        with off_while_loading():
-            if "FLASHRUN_ARGS_FD" in os.environ:
-                from flashrun.exec_program import received_job
+        job: Job | None = None
+        try:
+            with off_while_loading(), wait_until_after():
+                if "FLASHRUN_ARGS_FD" in os.environ:
+                    from flashrun.exec_program import received_job
 
-                job: Job | None = received_job(os.environ)
-            else:
-                job = parse(argv, os.environ)
-            if job is None:
-                print(version_text())
-                return 0
-            from flashrun.node.start import run
+                    job = received_job(os.environ)
+                else:
+                    job = parse(argv, os.environ)
+                if job is None:
+                    print(version_text())
+                    return 0
+                from flashrun.node.start import run
+        except KeyboardInterrupt:
+            if job is not None:
+                from flashrun.node.log_folder import clean_up_logs
+
+                clean_up_logs(job.launch, succeeded=True)  # parsing has made the folder
+            raise
         return run(job)
     except UsageError as error:
         print(f"flashrun: error: {error}", file=sys.stderr)

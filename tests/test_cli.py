@@ -450,9 +450,14 @@ def test_early_refusals_are_of_what_needs_no_parser(monkeypatch: pytest.MonkeyPa
     early.refuse(["tain"], os.environ)
 
 
-def test_an_interrupt_while_the_launcher_loads_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", ["torch", "numpy"])
+def test_an_interrupt_while_the_launcher_loads_torch(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """numpy is imported by torch's C code, which goes on without it: the job ran, or failed."""
     Path("stub").mkdir()
-    Path("stub/torch.py").write_text(
+    Path("train.py").touch()
+    Path(f"stub/{module}.py").write_text(
         "import os, signal\nos.write(1, b'loading')\nwhile True: signal.pause()\n"
     )
     monkeypatch.setenv("PYTHONPATH", "stub")
