@@ -152,10 +152,11 @@ def _job_store(args: argparse.Namespace) -> Iterator[_Where]:
             yield where
         return
     from flashrun.rendezvous.embedded import connect_embedded
-    from flashrun.rendezvous.endpoint import C10D_PORT, parse_endpoint
+    from flashrun.rendezvous.endpoint import C10D_PORT, parse_endpoint, resolve
     from flashrun.rendezvous.tcp_kv import ConnectTimeout, connect
 
     endpoint = parse_endpoint(text, C10D_PORT)
+    resolve(endpoint.host)  # a name that stands for nothing is not somebody who does not answer
     at = (endpoint.host, endpoint.port, _PATIENCE_S, _PATIENCE_S)
     try:
         kv = connect(*at)

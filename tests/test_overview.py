@@ -141,3 +141,6 @@ def test_nobody_there() -> None:
     assert shown.returncode == 1
     assert "nobody answers at 127.0.0.1" in shown.stderr
     assert "the job may have ended" in shown.stderr
+    shown = show("nodes", "no.such.host.invalid:29400")
+    assert shown.returncode == 2
+    assert "The name 'no.such.host.invalid' can't be resolved" in shown.stderr

@@ -210,7 +210,7 @@ def missing_text(
     if not last_call or (clock.enough is not None and clock.enough >= clock.last_call):
         return ""
     return (
-        f"{count} nodes are here, enough to start (at least {job.min_nodes}); "
+        f"enough nodes to start are here ({count}, at least {job.min_nodes}); "
         f"last call for up to {job.max_nodes} ends after {clock.last_call:g} s"
     )
 

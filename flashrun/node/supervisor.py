@@ -251,7 +251,9 @@ class Supervisor:
     def _on_stop(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._stop_signal is not None:
-            say(f"{name} again: killing all workers", "warning")
+            running = any(worker.code is None for worker in self._workers.values())
+            what = "killing all workers" if running else "leaving at once"
+            say(f"{name} again: {what}", "warning")
             self._code = 1
             return
         self._stop_signal = number

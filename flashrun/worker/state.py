@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -152,28 +153,39 @@ def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, (list, tuple)):
-        return {"list": [_encode(v, f"{name}/{i}", tensors) for i, v in enumerate(value)]}
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_encode(v, f"{name}/{i}", tensors) for i, v in enumerate(value)]}
     if isinstance(value, dict):
         return {
-            "dict": [[str(k), _encode(v, f"{name}/{k}", tensors)] for k, v in value.items()]
+            "dict": [
+                [k if type(k) in (str, int) else str(k), _encode(v, f"{name}/{k}", tensors)]
+                for k, v in value.items()
+            ]
         }
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
     return {"opaque": type(value).__name__}  # stays as it is on the receiver
 
 
+def _key(key: Any) -> Any:
+    """The one string of that content that a program text has, as the optimizer's own code would
+    use: a pickle of several states holds it once, and a checkpoint is the same file."""
+    return sys.intern(key) if type(key) is str else key
+
+
 def _decode(tree: Any, old: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if "tensor" in tree:
         return tensors[tree["tensor"]]
-    if "list" in tree:
-        olds = list(old) if isinstance(old, (list, tuple)) else []
-        return [
-            _decode(t, olds[i] if i < len(olds) else None, tensors)
-            for i, t in enumerate(tree["list"])
-        ]
+    for kind in (list, tuple):
+        if kind.__name__ in tree:
+            olds = list(old) if isinstance(old, (list, tuple)) else []
+            return kind(
+                _decode(t, olds[i] if i < len(olds) else None, tensors)
+                for i, t in enumerate(tree[kind.__name__])
+            )
     if "dict" in tree:
         olds_by = {str(k): v for k, v in old.items()} if isinstance(old, dict) else {}
-        return {k: _decode(t, olds_by.get(k), tensors) for k, t in tree["dict"]}
+        return {_key(k): _decode(t, olds_by.get(str(k)), tensors) for k, t in tree["dict"]}
     return tree.get("value", old)
 
 

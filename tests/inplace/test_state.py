@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import io
+import json
 import os
 import signal
 import threading
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +25,7 @@ from flashrun.worker.oplog import Op
 from flashrun.worker.own import Own
 from flashrun.worker.replay.api import Replay
 from flashrun.worker.runtime import Runtime
+from flashrun.worker.state import _decode, _encode
 from tests.inplace.harness import Job, same
 from tests.inplace.test_trouble import dies_in_interval
 
@@ -288,3 +293,24 @@ def test_what_was_taken_long_ago_is_not_compared_again(tmp_path: Path) -> None:
     own.taken, own.taken_at = ["total"], 40
     assert own.taken_lately(42) == ["total"]
     assert own.taken_lately(62) == []
+
+
+def test_an_optimizers_state_is_the_same_after_the_way_to_a_peer() -> None:
+    """Down to the bytes of a checkpoint: a key is one string, a tuple no list, a number no text."""
+
+    def state(content: Callable[[int], Any]) -> dict[int, Any]:
+        return {p: content(p) for p in range(3)}
+
+    def made(p: int) -> Any:
+        return {"momentum_buffer": torch.full((2,), float(p)), "step": p, 7: (1, [2.5, None]),
+                "flags": {"nesterov": True}}  # fmt: skip
+
+    def sent(p: int) -> Any:
+        tensors: dict[str, torch.Tensor] = {}
+        tree = json.loads(json.dumps(_encode(made(p), "head", tensors)))
+        return _decode(tree, None, tensors)
+
+    there, here = io.BytesIO(), io.BytesIO()
+    torch.save(state(made), there)
+    torch.save(state(sent), here)
+    assert here.getvalue() == there.getvalue()
