@@ -13,6 +13,7 @@ import json
 import os
 import random
 import runpy
+import select
 import selectors
 import shutil
 import signal
@@ -256,19 +257,27 @@ class Job:
             wake.append(at)
         wake += [self.started + f.after for f in self.faults if not f.done and f.after is not None]
         for key, _ in self.selector.select(max(min(wake) - now, 0)):
-            if key.data == "accept":
-                connection, _ = self.listener.accept()
-                self.buffers[connection] = b""
-                self.selector.register(connection, selectors.EVENT_READ, "read")
-            elif key.data == "read":
-                self._read(key.fileobj)  # type: ignore[arg-type]
+            if isinstance(key.data, str):
+                self._listen(key)
             else:
                 self._reap(key.fd, key.data[1])
             self._inject()
         self._obey(self.machine.tick(time.monotonic()))
         self._inject()
 
+    def _listen(self, key: selectors.SelectorKey) -> None:
+        if key.data == "read":
+            self._read(key.fileobj)  # type: ignore[arg-type]
+        elif select.select([self.listener], [], [], 0)[0]:  # else: heard out meanwhile
+            connection, _ = self.listener.accept()
+            self.buffers[connection] = b""
+            self.selector.register(connection, selectors.EVENT_READ, "read")
+
     def _reap(self, fd: int, pid: int) -> None:
+        # As the product's (`WorkersChannel.hear_out`): what it said last comes before its end.
+        while said := [k for k, _ in self.selector.select(0) if isinstance(k.data, str)]:
+            for key in said:
+                self._listen(key)
         self.selector.unregister(fd)
         os.close(fd)
         _, status = os.waitpid(pid, 0)
@@ -284,6 +293,8 @@ class Job:
         self._obey(self.machine.exited(rank, incarnation, kind, cause, time.monotonic()))
 
     def _read(self, connection: socket.socket) -> None:
+        if connection.fileno() < 0:
+            return  # closed since the selector told of it
         try:
             data = connection.recv(1 << 20)
         except OSError:
