@@ -383,6 +383,21 @@ class Watched:
         """Wait until another process than ``but`` serves the rank."""
         helpers.wait_until(lambda: self.look().get(rank, but) != but, f"another rank {rank}")
 
+    def overcome(self) -> int:
+        """Recoveries and restarts that the launcher has told of."""
+        restarts = len(set(re.findall(r"restart (\d+) of at most", self.job.err)))
+        return self.job.err.count("recovery: done in") + restarts
+
+    def await_overcome(self, strikes: int, timeout: float) -> None:
+        """Wait until all of these are over: this process may be late by many steps, and two of them
+        would be one recovery."""
+        try:
+            self.job._await(lambda: self.overcome() >= strikes, "it", timeout)
+        except TimeoutError:
+            raise AssertionError(
+                f"{self.overcome()} of {strikes} strikes were overcome\n{brief(self.job)}"
+            ) from None
+
     def strike(self, strike: Strike, timeout: float) -> None:
         self.await_step(strike.seen, strike.step, timeout)
         until = time.perf_counter() + strike.delay
@@ -426,6 +441,7 @@ def carry(
     print(told)
     with watched(kind, folder, "j", world, *flags) as run:
         for number, strike in enumerate(strikes, 1):
+            run.await_overcome(number - 1, kind.timeout)
             run.strike(strike, kind.timeout)
             if number % 10 == 0:
                 print(f"{number} of {len(strikes)} strikes", flush=True)
