@@ -28,7 +28,6 @@ import os
 import random
 import re
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -48,12 +47,6 @@ from flashrun.node import tags
 from flashrun.node.process_tree import read_tag
 
 SETTINGS = {"default": (5.0, 15.0), "fast": (1.0, 3.0)}  # heartbeat, detection: seconds
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def start(out: Path, number: int, width: int, endpoint: str, *more: str,
@@ -125,7 +118,7 @@ def lose(
 
 
 def killed_once(width: int, step: int) -> dict[str, Any]:
-    endpoint = f"127.0.0.1:{free_port()}"
+    endpoint = f"127.0.0.1:{steady.free_port()}"
 
     def kill(node: subprocess.Popen[bytes]) -> None:
         node.kill()

@@ -37,13 +37,17 @@ TWO_NODES = (["flashrun", "--recovery=in-place", "--nnodes=2", "--rdzv-backend=f
 Launcher = tuple[list[str], dict[str, str]]
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
 def commands(flags: list[str]) -> list[list[str]]:
     """The flags of each node's command; the ranks are spread over the nodes."""
     if "--nnodes=2" not in flags:
         return [["--standalone", f"--nproc-per-node={RANKS}", *flags]]
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        where = f"--rdzv-endpoint=127.0.0.1:{sock.getsockname()[1]}"
+    where = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     own = [f"--nproc-per-node={RANKS // 2}", where, "--rdzv-id=steady", *flags]
     return [["--rdzv-conf=is_host=1", *own], ["--rdzv-conf=is_host=0", *own]]
 

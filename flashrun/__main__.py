@@ -59,7 +59,9 @@ def main() -> int:
     except KeyboardInterrupt:
         if sys.argv[1:2] == ["exec"] or os.getpid() != launcher:
             raise  # the program's own business, or a worker's
-        print("flashrun: interrupted", file=sys.stderr)  # flashrun.interrupts says the same
+        from flashrun.interrupts import INTERRUPTED
+
+        print(INTERRUPTED, file=sys.stderr)
         return 1
     if isinstance(outcome, int):
         return outcome

@@ -69,9 +69,12 @@ class Channel:
                 self._leave()
             self._write(line)
 
-    def withdraw(self, standing: str) -> None:
+    def withdraw(self, *standing: str) -> None:
         with self._lock:
-            if self._standing.pop(standing, None) is not None:
+            before = len(self._standing)
+            for subject in standing:
+                self._standing.pop(subject, None)
+            if len(self._standing) < before:
                 self._leave()
 
     def _leave(self) -> None:

@@ -159,8 +159,7 @@ class Rejoining:
         if rt.home is not None:
             rt.home.arrive()
         self._issue_again(generation, first)
-        for word in ("held", "built", "digest", "suspect", "failed"):
-            rt.channel.withdraw(word)
+        rt.channel.withdraw("held", "built", "digest", "suspect", "failed")
         rt.channel.send({"op": "live", "generation": generation})
         if rt.copied is not None:
             rt.copied.end()

@@ -284,12 +284,13 @@ class Watched:
         return self._step.get(rank, -1)
 
     def await_step(self, rank: int, step: int, timeout: float) -> None:
+        self._await(lambda: self.step(rank) >= step, f"step {step} of rank {rank}", timeout)
+
+    def _await(self, condition: Callable[[], bool], what: str, timeout: float) -> None:
         try:
-            self.job._await(lambda: self.step(rank) >= step, "it", timeout)
+            self.job._await(condition, what, timeout)
         except TimeoutError:
-            raise AssertionError(
-                f"step {step} of rank {rank} never came\n{brief(self.job)}"
-            ) from None
+            raise AssertionError(f"{what} never came\n{brief(self.job)}") from None
 
     def look(self) -> dict[int, int]:
         """rank -> its present process, from the tags of the launcher's children."""
@@ -383,20 +384,19 @@ class Watched:
         """Wait until another process than ``but`` serves the rank."""
         helpers.wait_until(lambda: self.look().get(rank, but) != but, f"another rank {rank}")
 
-    def overcome(self) -> int:
-        """Recoveries and restarts that the launcher has told of."""
-        restarts = len(set(re.findall(r"restart (\d+) of at most", self.job.err)))
-        return self.job.err.count("recovery: done in") + restarts
+    def recoveries(self) -> int:
+        """Those that the launcher has told of."""
+        return self.job.err.count("recovery: done in")
+
+    def restarts(self) -> int:
+        """Those of all workers."""
+        return len(set(re.findall(r"restart (\d+) of at most", self.job.err)))
 
     def await_overcome(self, strikes: int, timeout: float) -> None:
         """Wait until all of these are over: this process may be late by many steps, and two of them
         would be one recovery."""
-        try:
-            self.job._await(lambda: self.overcome() >= strikes, "it", timeout)
-        except TimeoutError:
-            raise AssertionError(
-                f"{self.overcome()} of {strikes} strikes were overcome\n{brief(self.job)}"
-            ) from None
+        self._await(lambda: self.recoveries() + self.restarts() >= strikes,
+                    f"the end of strike {strikes}", timeout)  # fmt: skip
 
     def strike(self, strike: Strike, timeout: float) -> None:
         self.await_step(strike.seen, strike.step, timeout)
@@ -462,9 +462,8 @@ def carry(
     assert status == 0, text
     unlike = differences(wanted.results, results(folder, kind.unlike))
     assert not unlike, f"differs from the undisturbed run: {unlike}\n{text}"
-    restarts = len(set(re.findall(r"restart (\d+) of at most", run.job.err)))
+    restarts, done = run.restarts(), run.recoveries()
     wrong = run.check_lines(wanted.lines, 0 if restarts else kind.lines)
-    done = run.job.err.count("recovery: done in")
     if restarts:
         if not kind.restart or not re.search(kind.restart, run.job.err):
             wrong.append(f"restarted, but with no reason {kind.restart!r}")

@@ -165,7 +165,7 @@ _REPORT = re.compile(r"^={4,60}\n(?P<body>.*? FAILED\n.*?)\n={4,60}$", re.S | re
 _FAILURE = re.compile(
     r"\[\d+\]:\n  time      : (?P<time>.*)\n  host      : (?P<host>.*)\n"
     r"  rank      : (?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\n"
-    r"  exitcode  : (?P<exitcode>-?\d+) \((?:pid: \d+|<PID>)\) ?(?P<signal>.*)\n"
+    r"  exitcode  : (?P<exitcode>-?\d+) \(pid: \d+\) ?(?P<signal>.*)\n"
     r"  error_file: (?P<error_file>.*)\n  traceback : (?P<traceback>(?:.|\n)*?)"
     r"(?=\n\[\d+\]:|\n-{4,}|\Z)"
 )
@@ -212,15 +212,18 @@ def report(text: str, normalise: Callable[[str], str]) -> dict[str, Any]:
     match = _REPORT.search(text)
     if not match:
         return {}
-    body = normalise(match["body"])
+    body = match["body"]
     title, _, rest = body.partition("\n")
     others, _, root = rest.partition("Root Cause (first observed failure):\n")
     wanted = ("local_rank", "exitcode", "signal", "error_file", "traceback", "host")
 
     def failures(part: str) -> dict[str, Any]:
-        return {m["rank"]: {w: m[w].strip() for w in wanted} for m in _FAILURE.finditer(part)}
+        return {
+            m["rank"]: {w: normalise(m[w].strip()) for w in wanted}
+            for m in _FAILURE.finditer(part)
+        }
 
-    found = {"title": title, "root": failures(root), "others": failures(others)}
+    found = {"title": normalise(title), "root": failures(root), "others": failures(others)}
     if not found["root"]:
         raise ValueError(f"a report that this cannot read:\n{body}")
     return found
