@@ -50,10 +50,7 @@ def release(nodes: Nodes, *gates: str) -> None:
 
 
 def ended(nodes: Nodes, *lost: Job) -> None:
-    for node in nodes.jobs:
-        if node not in lost:
-            node.wait(180)
-            assert node.ended() == 0, nodes.describe()
+    nodes.ended(*lost)
 
 
 def test_a_node_is_replaced_in_place(start: Start, undisturbed: Any) -> None:

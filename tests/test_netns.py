@@ -169,10 +169,7 @@ def test_a_node_that_is_cut_off(
         nodes.await_stopped(workers, spare)
         assert lost.ended() == 1, nodes.describe()
         assert "This node is cut off" in lost.err
-        for node in nodes.jobs:
-            if node is not lost:
-                node.wait(180)
-                assert node.ended() == 0, nodes.describe()
+        nodes.ended(lost)
     _went_on_without(nodes, lost, undisturbed)
 
 
@@ -207,10 +204,7 @@ def test_half_of_the_nodes_are_cut_off(lan: Start, undisturbed: Any) -> None:  #
         for node in lost:
             assert node.ended() == 1, nodes.describe()
             assert "This node is cut off: etcd at" in node.err
-        for node in nodes.jobs:
-            if node not in lost:
-                node.wait(180)
-                assert node.ended() == 0, nodes.describe()
+        nodes.ended(*lost)
     nodes.check(undisturbed)
     assert nodes.processes() == {r: 1 + (r in (2, 3, 6, 7)) for r in range(8)}, nodes.describe()
 
@@ -230,9 +224,7 @@ def test_a_node_that_stands_still(lan: Start, undisturbed: Any) -> None:  # noqa
         nodes.thaw(frozen)
         assert not helpers.await_exit(workers, 60), nodes.describe()
         nodes.jobs[0].release("end")
-        for node in nodes.jobs:
-            node.wait(180)
-            assert node.ended() == 0, nodes.describe()
+        nodes.ended()
     _went_on_without(nodes, lost, undisturbed)
 
 
@@ -278,10 +270,7 @@ def test_four_nodes_and_a_spare(
         nodes.jobs[nodes.index(spare)].await_told("step", step=30, timeout=180)
         os.kill(max(e["pid"] for e in spare.told("step", step=30)), signal.SIGKILL)
         assert lost.wait(180) == 1, nodes.describe()
-        for node in nodes.jobs:
-            if node is not lost:
-                node.wait(180)
-                assert node.ended() == 0, nodes.describe()
+        nodes.ended(lost)
     nodes.check(undisturbed)
 
 
