@@ -9,6 +9,7 @@ is seen (`Trigger`).
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -101,6 +102,12 @@ class Job:
         try:
             return self._run()
         finally:
+            # A process that is forked later closes these itself, and reuses their numbers: were
+            # they left to be collected there, that would close what is not theirs.
+            for key in list(self.selector.get_map().values()):
+                self.selector.unregister(key.fileobj)
+                os.close(key.fd) if key.fileobj == key.fd else key.fileobj.close()  # type: ignore[union-attr]
+            self.selector.close()
             for pid in list(self.alive):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -143,8 +150,6 @@ class Job:
         output = "".join(
             f"--- {p.name}\n{p.read_text()}" for p in sorted(self.folder.glob("*.log"))
         )
-        self.selector.close()
-        self.listener.close()
         return Outcome(
             self.end or "done", self.reason, results, self.lines, self.events,
             [r.incarnation for r in self.machine.ranks], self.pids, seconds, output,
@@ -183,12 +188,16 @@ class Job:
         status = 70
         try:
             _child_of_test()
+            gc.freeze()  # nothing of pytest's is collected here, where its descriptors are others
             log = os.open(
                 self.folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
             )
             os.dup2(log, 1)
             os.dup2(log, 2)
-            os.closerange(3, 256)
+            os.closerange(3, 256)  # a test passes its own above
+            # pytest's own are files that have just been closed
+            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
             # a second descriptor: the replay mutes the first two
             faulthandler.register(signal.SIGUSR1, os.fdopen(os.dup(2), "w"), all_threads=True)
             os.environ.update(
@@ -266,9 +275,12 @@ class Job:
         self._inject()
 
     def _listen(self, key: selectors.SelectorKey) -> None:
+        thing: socket.socket = key.fileobj  # type: ignore[assignment]
+        if thing.fileno() < 0 or not _readable(thing):
+            return  # heard out, or closed, since the selector told of it
         if key.data == "read":
-            self._read(key.fileobj)  # type: ignore[arg-type]
-        elif select.select([self.listener], [], [], 0)[0]:  # else: heard out meanwhile
+            self._read(thing)
+        else:
             connection, _ = self.listener.accept()
             self.buffers[connection] = b""
             self.selector.register(connection, selectors.EVENT_READ, "read")
@@ -293,8 +305,6 @@ class Job:
         self._obey(self.machine.exited(rank, incarnation, kind, cause, time.monotonic()))
 
     def _read(self, connection: socket.socket) -> None:
-        if connection.fileno() < 0:
-            return  # closed since the selector told of it
         try:
             data = connection.recv(1 << 20)
         except OSError:
@@ -362,6 +372,12 @@ class Job:
             for pid, (rank, _) in list(self.alive.items()):
                 if rank in fault.ranks:
                     os.kill(pid, fault.signal)
+
+
+def _readable(thing: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(thing, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _child_of_test() -> None:
