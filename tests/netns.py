@@ -10,7 +10,9 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -53,10 +55,17 @@ class Network:
         kind: ``flat``: all in 10.77.0.0/24; ``routed``: each in a subnet of its own, with the
             switch as router; ``ipv6``: fd77::/64 and no IPv4; ``two``: each has a first interface
             by which nobody else is reached, and ``flat``'s.
+        bad: node -> what its cable does: seconds that a frame takes, share of them that is lost.
+        seed: which frames are lost.
     """
 
-    def __init__(self, nodes: int, kind: str = "flat") -> None:
+    def __init__(
+        self, nodes: int, kind: str = "flat", bad: Mapping[int, tuple[float, float]] | None = None,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
         self.kind = kind
+        self.bad, self.seed = bad or {}, seed
+        self._cables: list[subprocess.Popen[str]] = []
         mark = uuid.uuid4().hex[:6]
         self.switch = f"frsw-{mark}"
         self.names = [f"frn{i}-{mark}" for i in range(nodes)]
@@ -103,6 +112,9 @@ class Network:
         self.close()
 
     def close(self) -> None:
+        for cable in self._cables:
+            cable.kill()
+            cable.communicate()
         for name in (*self.names, self.switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30)
             shutil.rmtree(_MADE_FOR / name, ignore_errors=True)
@@ -128,8 +140,11 @@ class Network:
                    "peer", "name", "first", "netns", name)  # fmt: skip
                 ip("-n", self.switch, "link", "set", f"u{node}", "up")
                 self._up(name, "first", f"10.66.0.{node + 1}/24")
-            ip("-n", self.switch, "link", "add", "name", f"v{node}", "type", "veth",
-               "peer", "name", "eth", "netns", name)  # fmt: skip
+            if node in self.bad:
+                self._lay_bad_cable(node)
+            else:
+                ip("-n", self.switch, "link", "add", "name", f"v{node}", "type", "veth",
+                   "peer", "name", "eth", "netns", name)  # fmt: skip
             self._up(name, "eth", self._with_length(self.address(node)))
             if self.kind == "routed":
                 self._up(self.switch, f"v{node}", f"10.77.{node}.254/24")
@@ -139,6 +154,19 @@ class Network:
         if self.kind == "routed":
             forward = "echo 1 >/proc/sys/net/ipv4/ip_forward"
             subprocess.run(["ip", "netns", "exec", self.switch, "sh", "-c", forward], check=True)
+
+    def _lay_bad_cable(self, node: int) -> None:
+        delay, lost = self.bad[node]
+        words = [sys.executable, "-m", "tests.bad_cable", "eth", f"v{node}", str(delay), str(lost)]
+        cable = subprocess.Popen(
+            [*self.within(node), *words, str(self.seed + node)], stdout=subprocess.PIPE, text=True,
+            cwd=Path(__file__).parents[1],
+        )  # fmt: skip
+        self._cables.append(cable)
+        assert cable.stdout is not None
+        if cable.stdout.readline() != "ready\n":
+            raise RuntimeError("no TAP devices here (/dev/net/tun)")
+        ip("-n", self.names[node], "link", "set", f"v{node}", "netns", self.switch)
 
     def _with_length(self, address: str) -> str:
         return f"{address}/{64 if ':' in address else 24}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -101,11 +102,12 @@ def lan(tmp_path: Path) -> Start:
         nodes: int, *flags: str, kind: str = "flat", backend: str = "flash",
         spares: int = 0, body: str = TRAIN, env: dict[str, str] | None = None,
         fifos: Sequence[str] = (), local_addr: bool = False, members: int = 1,
+        bad: dict[int, tuple[float, float]] | None = None, seed: int = 0,
     ) -> Iterator[Lan]:  # fmt: skip
         out = tmp_path / "out"
         out.mkdir()
         with ExitStack() as stack:
-            network = stack.enter_context(netns.Network(nodes + spares, kind))
+            network = stack.enter_context(netns.Network(nodes + spares, kind, bad, seed))
             host = network.address(0)
             where = f"[{host}]:29400" if ":" in host else f"{host}:29400"
             if backend == "flash-etcd":
@@ -147,6 +149,53 @@ def test_a_worker_is_replaced(
         nodes.ended()
     nodes.check(undisturbed)
     assert nodes.processes() == {0: 2, 1: 1, 2: 1, 3: 2}, nodes.describe()
+
+
+def test_a_bad_cable_is_one() -> None:
+    """Of its own: what is said of it below would hold on a good one as well."""
+    netns.need()
+    there = "import socket; s = socket.create_server(('', 7777)); print(); s.accept()[0].recv(1)"
+    here = (
+        "import socket, sys, time; began = time.monotonic()\n"
+        "try: socket.create_connection((sys.argv[1], 7777), 3)\n"
+        "except OSError: print('never')\n"
+        "else: print(time.monotonic() - began)"
+    )
+    with netns.Network(3, bad={1: (0.1, 0.0), 2: (0.0, 1.0)}) as network:
+        found = []
+        for node in (1, 2):
+            server = subprocess.Popen(
+                [*network.within(node), sys.executable, "-c", there], stdout=subprocess.PIPE
+            )
+            assert server.stdout is not None
+            server.stdout.readline()
+            found.append(subprocess.run(
+                [*network.within(0), sys.executable, "-c", here, network.address(node)],
+                capture_output=True, text=True, check=True, timeout=60,
+            ).stdout)  # fmt: skip
+            server.kill()
+            server.communicate()
+    assert float(found[0]) >= 0.1  # there and back, each at least half of it
+    assert found[1] == "never\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["flash", "flash-etcd"])
+def test_frames_come_late_or_never(
+    lan: Start, undisturbed: Any, backend: str, seed: int  # noqa: F811
+) -> None:
+    """No node is taken for lost, and workers on both sides of a bad cable are replaced."""
+    bad = {1: (0.01, 0.01), 2: (0.002, 0.03)}
+    with lan(3, backend=backend, bad=bad, seed=seed) as nodes:
+        nodes.await_step(15, 3)
+        nodes.kill(3)
+        nodes.await_step(30, 0)
+        nodes.kill(0, 4)
+        nodes.await_step(50, 5)
+        nodes.ended()
+    nodes.check(undisturbed)
+    assert nodes.processes() == {0: 2, 1: 1, 2: 1, 3: 2, 4: 2, 5: 1}, nodes.describe()
+    assert all(b"node was lost" not in node.output["err"] for node in nodes.jobs)
 
 
 @pytest.mark.slow
