@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flashrun.rendezvous.kv import ControlStore, KeyValue
 
 _PATIENCE_S = 5.0
+_REFUSED_S = 0.5  # a job that is there has its store
 
 
 def main(command: str, argv: Sequence[str]) -> int:
@@ -101,8 +102,8 @@ def _cordon(kv: KeyValue, view: Overview, name: str, reason: str | None) -> str:
     from flashrun.control.plan_book import PREFIX
 
     book = CordonBook(kv, PREFIX)
-    known = [f"{node.name} ({node.addr})" for node in view.nodes]
-    addr = next((n.addr for n in view.nodes if name in (n.addr, n.name)), name)
+    known = [f"{n.name} ({n.addr})" if n.name else n.addr for n in view.nodes]
+    addr = next((n.addr for n in view.nodes if name and name in (n.addr, n.name)), name)
     if addr not in {n.addr for n in view.nodes} and addr not in book.read():
         raise LookupError(f"job '{view.run_id}' has no node '{name}'; it has {', '.join(known)}")
     book.set(addr, None if reason is None else Cordon(reason, by_hand=True))
@@ -159,7 +160,7 @@ def _job_store(args: argparse.Namespace) -> Iterator[_Where]:
     resolve(endpoint.host)  # a name that stands for nothing is not somebody who does not answer
     at = (endpoint.host, endpoint.port, _PATIENCE_S, _PATIENCE_S)
     try:
-        kv = connect(*at)
+        kv = connect(*at, refused_s=_REFUSED_S)
     except ConnectTimeout:
         raise LookupError(
             f"nobody answers at {endpoint}: the job may have ended, its store with it; or this is"

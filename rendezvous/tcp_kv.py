@@ -17,6 +17,7 @@ What torch's stores do, seen on torch 2.13:
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -118,10 +119,11 @@ def connect(
     cancel: threading.Event | None = None,
     waiting: Callable[[float, str], None] | None = None,
     remedy: str = "",
+    refused_s: float = math.inf,
 ) -> TorchKeyValue:
     """As :func:`connect_store`."""
     return TorchKeyValue(
-        *connect_store(host, port, timeout_s, read_timeout_s, cancel, waiting, remedy)
+        *connect_store(host, port, timeout_s, read_timeout_s, cancel, waiting, remedy, refused_s)
     )
 
 
@@ -133,6 +135,7 @@ def connect_store(
     cancel: threading.Event | None = None,
     waiting: Callable[[float, str], None] | None = None,
     remedy: str = "",
+    refused_s: float = math.inf,
 ) -> tuple[TCPStore, str]:
     """Connect to the TCPStore at ``host:port``, waiting until somebody serves it.
 
@@ -146,6 +149,8 @@ def connect_store(
         waiting: called before each further attempt with the seconds waited so far, and what is in
             the way; "" where it is only that nobody serves it yet.
         remedy: what to do where nobody serves it.
+        refused_s: how long to wait where connections are refused: a host that is there and serves
+            no store yet, or no more.
 
     Returns:
         The client, and what it is connected to for messages.
@@ -171,9 +176,10 @@ def connect_store(
             problem = str(error)
             early = isinstance(error, ConnectionRefusedError)
         waited = time.monotonic() - started
-        if waited >= timeout_s:
+        patience = min(timeout_s, refused_s) if early else timeout_s
+        if waited >= patience:
             raise ConnectTimeout(
-                f"Nobody served the rendezvous store at {where} within {timeout_s:g} s "
+                f"Nobody served the rendezvous store at {where} within {patience:g} s "
                 f"(last: {problem}). {remedy or 'Start the node that hosts it'}, and check the "
                 "address, the port and the firewall."
             )

@@ -15,6 +15,7 @@ from flashrun.control.silence import SilenceBook
 from flashrun.overview_command import _cordon
 from flashrun.rendezvous.kv import MemoryKeyValue
 from flashrun.rendezvous.table import RankTable, assign_ranks
+from flashrun.rendezvous.tcp_kv import ConnectTimeout, connect
 from tests import helpers
 from tests.test_recovery_nodes import Start, start  # noqa: F401  # a fixture
 
@@ -33,7 +34,7 @@ def running(*members: Member) -> Plan:
 
 def test_a_job_with_a_spare_and_a_lost_node() -> None:
     first, second, spare = member(2, host=True), member(1), member(3, "waiting")
-    members = [(second, True), (first, False), (spare, False)]
+    members = [(second, True), (first, False), (spare, False), (member(4), False)]
     state = {"generation": 2, "phase": "hold", "dead": {"3": "SIGKILL"}, "restart_only": None}
     view = overview_of(JOB, running(first, second), members, "", state)
     assert status_lines(view) == [
@@ -45,6 +46,7 @@ def test_a_job_with_a_spare_and_a_lost_node() -> None:
         "0     10.0.0.2  0-1    running  hosts the store",
         "1     10.0.0.1  2-3    lost",
         "s3    10.0.0.3  -      spare",
+        "-     10.0.0.4  -      lost",  # and another has its number
     ]
 
 
@@ -102,8 +104,11 @@ def test_what_a_cordon_takes_is_told() -> None:
     assert _cordon(kv, view, "10.0.0.1", None).startswith("10.0.0.1 (nodes 1, 2) may have ranks")
     fixed = overview_of(replace(JOB, policy="static"), running(first, second), members, "", None)
     assert "nobody else can take its place" in _cordon(kv, fixed, "0", "hot")
-    with pytest.raises(LookupError, match=r"has no node '9'; it has 0 \(10\.0\.0\.2\), 1 \("):
-        _cordon(kv, view, "9", "hot")
+    members.append((member(5), False))
+    view = overview_of(JOB, running(first, second), members, "", None)
+    for nobody in ("9", ""):  # one that is gone has no number
+        with pytest.raises(LookupError, match=r"has 0 \(10\.0\.0\.2\), 1 \(.*, 10\.0\.0\.5$"):
+            _cordon(kv, view, nobody, "hot")
 
 
 def show(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -141,6 +146,9 @@ def test_nobody_there() -> None:
     assert shown.returncode == 1
     assert "nobody answers at 127.0.0.1" in shown.stderr
     assert "the job may have ended" in shown.stderr
+    # Where connections are refused nobody is waited for, whatever the wait would be.
+    with pytest.raises(ConnectTimeout, match="within 0 s"):
+        connect("127.0.0.1", helpers.free_port(), 600, refused_s=0)
     shown = show("nodes", "no.such.host.invalid:29400")
     assert shown.returncode == 2
     assert "The name 'no.such.host.invalid' can't be resolved" in shown.stderr

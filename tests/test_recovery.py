@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -333,6 +334,24 @@ def test_a_scripts_own_exception_is_not_replaced(tmp_path: Path) -> None:
     assert "ValueError: mine" in running.err
     assert "replacing it in place" not in running.err
     assert "rank      : 1 (local_rank: 1)" in running.err
+
+
+def test_an_interrupt_in_a_recovery_tells_nothing_of_it(tmp_path: Path) -> None:
+    with job(tmp_path, TRAIN, f"--nproc-per-node={RANKS}", "--shutdown-timeout=1",
+             args=["9999"], env={"OUT": str(tmp_path)}, forked=True,
+             recovery="in-place") as running:  # fmt: skip
+        run = Run(running, tmp_path)
+        run.await_step(20, 1)
+        first = run.kill(1)
+        running._await(lambda: run.pid(1) != first, "a word of the replacement", 60)
+        helpers.freeze(run.pid(1))  # the others wait for it
+        running.signal(signal.SIGINT)
+        assert running.ended() == 1
+    assert running.err.count("]: KeyboardInterrupt") == 2, running.err
+    assert "another exception" not in running.err, running.err
+    shown = re.findall(r"flashrun/worker/(\S+)\"", running.err)
+    assert not {"rejoining.py", "communicator.py", "oplog.py"} & set(shown), running.err
+    assert "threading.py" not in running.err, running.err
 
 
 def test_retries_without_progress_end_the_job(tmp_path: Path) -> None:

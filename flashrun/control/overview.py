@@ -28,8 +28,8 @@ GONE = ("left", "lost", "silent")
 @dataclass(frozen=True)
 class NodeView:
     """One node. ``ranks`` is empty for one that has none in this round. ``name`` is its number,
-    or ``s`` with that of its arrival where it has none. ``silent_s``: for so many seconds no
-    heartbeat has come."""
+    or ``s`` with that of its arrival where it waits for one, "" where it is gone. ``silent_s``:
+    for so many seconds no heartbeat has come."""
 
     group_rank: int | None
     addr: str
@@ -133,7 +133,8 @@ def overview_of(
         group_rank = None if place is None else place.group_rank
         cordon = (cordons or {}).get(member.addr)
         why = "" if cordon is None else cordon.reason
-        name = f"s{member.order}" if group_rank is None else str(group_rank)
+        waits = "" if state in ("left", "lost") else f"s{member.order}"
+        name = waits if group_rank is None else str(group_rank)
         nodes.append(
             NodeView(group_rank, member.addr, tuple(ranks), state, member.host, why, name, still)
         )
@@ -173,7 +174,7 @@ def node_lines(view: Overview) -> list[str]:
         notes = ["hosts the store"] if node.host else []
         notes += [f"no heartbeat for {node.silent_s:.0f} s"] if node.silent_s is not None else []
         notes += [f"cordoned: {node.cordoned}"] if node.cordoned else []
-        rows.append((node.name, node.addr, span, node.state, ", ".join(notes)))
+        rows.append((node.name or "-", node.addr, span, node.state, ", ".join(notes)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return [
         "  ".join([*(text.ljust(w) for text, w in zip(row, widths, strict=False)), row[4]]).rstrip()

@@ -446,6 +446,13 @@ class Runtime:
 
     def wait(self, op: Op) -> None:
         """Return when `op` has really completed here."""
+        try:
+            return self._wait(op)
+        except KeyboardInterrupt as raised:
+            interrupt = raised
+        raise _as_from_here(interrupt)
+
+    def _wait(self, op: Op) -> None:
         while not op.done:
             handle = op.handle
             error: RuntimeError | None = None
@@ -531,6 +538,13 @@ class Runtime:
     def enter(self) -> None:
         """Stand still and take part until the newest generation is live (or, as a laggard, until
         the script may run to its boundary)."""
+        try:
+            return self._enter()
+        except KeyboardInterrupt as raised:
+            interrupt = raised
+        raise _as_from_here(interrupt)
+
+    def _enter(self) -> None:
         while self.pending > self.generation and not self.exiting:
             generation = self.pending
             try:
@@ -634,6 +648,14 @@ class Runtime:
     def fills(self, b: int) -> list[torch.Tensor]:
         """For the replay: tensors in places of the script's own that get their values at a join."""
         return list(self.own.can_fill(b, self.own.taken).values())
+
+
+def _as_from_here(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
+    """Ctrl-C ends the script where it waits: its traceback tells nothing of how we wait, nor of the
+    errors that a recovery is about to make good. Raise it outside of the handler: it has the
+    context of the script's own then."""
+    interrupt.__context__ = None
+    return interrupt.with_traceback(None)
 
 
 _installed: Runtime | None = None
