@@ -152,6 +152,9 @@ class Fleet:
         self.await_progress(3, "the start")
 
     def _start_etcd(self) -> str:
+        why_not = etcd.why_not()
+        if why_not is not None:
+            raise Failed(f"{why_not}; or give --backend flash")
         cluster = etcd.Cluster(self.folder / "etcd", 3)
         host = "127.0.0.1" if self.network is None else self.network.switch_address
         within = self._within_switch()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
+import math
 import random
+import re
 import signal
 import tempfile
 import time
@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.bars import facts
 from tests import etcd, helpers
 from tests.jobs import job
 from tests.nodes_soak.fleet import (
@@ -47,7 +48,6 @@ AT_ONCE = ("workers", "agent", "leader", "node")  # may come while the one befor
 
 # Why all may be restarted: what docs/recovery.md names for faults of this kind.
 REASONS = (
-    "lost with their node",  # with the holder of the copies
     "what came last had not arrived when the node was lost",
     "no spare came within",
     "no survivor holds the state",
@@ -63,7 +63,8 @@ class Soak:
         say: takes a line.
 
     Attributes:
-        played: of each event: number, kind, what was done, and the seconds until training went on.
+        played: of each event: number, kind, what was done, the seconds until training went on, when
+            it began, the ranks of each node that was lost by it, and whether the next came at once.
     """
 
     def __init__(self, fleet: Fleet, seed: int, say: Callable[[str], None]) -> None:
@@ -71,6 +72,7 @@ class Soak:
         self.draw = random.Random(seed)
         self.say = say
         self.played: list[dict[str, Any]] = []
+        self._lost: list[list[int]] = []  # by this event
         self._deck: list[str] = []
         self._cordoned: tuple[str, int] | None = None  # address, until which event
         self._member_away: tuple[etcd.Member, int] | None = None
@@ -88,10 +90,10 @@ class Soak:
         for number in range(1, events + 1):
             self._restore(number)
             self._tend()
-            what = ""
+            what, self._lost = "", []
             while not what:  # there may be nobody for it
                 kind = kinds[number - 1] if kinds else self._next()
-                began = time.monotonic()
+                began, at = time.monotonic(), time.time()
                 what = getattr(self, "_" + kind.replace(" ", "_"))()
             at_once = kind in AT_ONCE and number < events and self.draw.random() < 0.25
             self.say(f"{number:3}. {kind}: {what}")
@@ -101,7 +103,10 @@ class Soak:
                 steps = self.draw.randint(2, 6)
                 self.fleet.await_progress(steps, f"event {number} ({kind}: {what})")
             took = round(time.monotonic() - began, 2)
-            self.played.append({"number": number, "kind": kind, "what": what, "s": took})
+            self.played.append({
+                "number": number, "kind": kind, "what": what, "s": took, "at": round(at, 2),
+                "lost": self._lost, "at once": at_once,
+            })  # fmt: skip
         self._restore(None)
         self.fleet.await_progress(3, "all events")
 
@@ -160,6 +165,11 @@ class Soak:
     def _pick(self, nodes: Sequence[Node]) -> Node:
         return self.draw.choice(sorted(nodes, key=lambda n: n.place))
 
+    def _of(self, node: Node) -> list[int]:
+        """The ranks of a node that will be lost."""
+        self._lost.append(self.fleet.of(node))
+        return self._lost[-1]
+
     # --- the events: each does it, and says what; "": there was nobody for it --------------------
 
     def _workers(self) -> str:
@@ -184,14 +194,14 @@ class Soak:
     def _node(self) -> str:
         self._await_spare()
         node = self._pick(self._mortal())
-        ranks = self.fleet.of(node)
+        ranks = self._of(node)
         self.fleet.kill(node)
         return f"{node} with ranks {ranks} is killed"
 
     def _two_nodes(self) -> str:
         self._await_spare(2)
         nodes = self.draw.sample(sorted(self._mortal(), key=lambda n: n.place), 2)
-        ranks = [self.fleet.of(n) for n in nodes]
+        ranks = [self._of(n) for n in nodes]
         self.fleet.kill(*nodes)
         return f"{nodes[0]} and {nodes[1]} with ranks {ranks} are killed"
 
@@ -199,7 +209,7 @@ class Soak:
         """Until others have its ranks; then its workers must end, and it is a spare."""
         self._await_spare()
         node = self._pick(self._mortal())
-        ranks = self.fleet.of(node)
+        ranks = self._of(node)
         pids = [self.fleet.at[rank].pid for rank in ranks]
         workers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
         self.fleet.freeze(node)
@@ -226,7 +236,7 @@ class Soak:
         assert network is not None
         self._await_spare()
         node = self._pick(self._mortal())
-        ranks = self.fleet.of(node)
+        ranks = self._of(node)
         network.cut(node.place)
         self.fleet.look()
         node.away = True
@@ -289,19 +299,47 @@ class Soak:
         return f"member {member.name} of etcd is {how}"
 
 
-def restarts(fleet: Fleet) -> dict[int, str]:
-    """Why each round was ended. Raises Failed: without a reason, or with a strange one."""
+def restarts(fleet: Fleet, played: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Why each round was ended, and in which events. Raises Failed: without a reason, or with one
+    that these do not account for."""
     told = fleet.told()
-    reasons: dict[int, str] = {}
+    ends: dict[int, dict[str, Any]] = {}
     for event in told:
         if event["event"] == "stop" and "given up for lost" not in event["reason"]:
-            reasons.setdefault(event["round"], event["reason"])
+            at_once = _events_at(event["time"], played)
+            why = {"why": event["reason"], "events": [e["number"] for e in at_once]}
+            if event["time"] < ends.get(event["round"], {"time": math.inf})["time"]:
+                ends[event["round"]] = {**why, "time": event["time"], "lost": _lost_in(at_once)}
     last = max((e["round"] for e in told if e["event"] == "started"), default=0)
-    silent = [round_ for round_ in range(last) if not reasons.get(round_)]
-    strange = {r: why for r, why in reasons.items() if not any(word in why for word in REASONS)}
+    silent = [round_ for round_ in range(last) if not ends.get(round_, {}).get("why")]
+    strange = {r: end for r, end in ends.items() if not _is_good(end, fleet.plan)}
     if silent or strange:
         raise Failed(f"rounds that ended without a word: {silent}; for a strange reason: {strange}")
-    return reasons
+    return {r: {key: end[key] for key in ("why", "events", "lost")} for r, end in ends.items()}
+
+
+def _events_at(moment: float, played: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last event that had begun, and those before it that were not waited for."""
+    found: list[dict[str, Any]] = []
+    for event in reversed([e for e in played if e["at"] <= moment]):
+        if found and not event["at once"]:
+            break
+        found.insert(0, event)
+    return found
+
+
+def _lost_in(events: Sequence[dict[str, Any]]) -> list[list[int]]:
+    return [ranks for event in events for ranks in event["lost"]]
+
+
+def _is_good(end: dict[str, Any], plan: Plan) -> bool:
+    """Whether the events account for a restart: copies are lost with a node and the next one."""
+    copies = re.search(r"logs? of ranks? (\d+).* lost with their node", end["why"])
+    if copies is not None:
+        node = int(copies[1]) // plan.slots
+        lost = {ranks[0] // plan.slots for ranks in end["lost"] if ranks}
+        return {node, (node + 1) % plan.nodes} <= lost
+    return any(word in end["why"] for word in REASONS)
 
 
 def results(out: Path, ranks: int) -> dict[str, str]:
@@ -340,7 +378,7 @@ def soak(
         played.play(events, kinds)
         fleet.end()
         told = fleet.told()
-        why = restarts(fleet)
+        why = restarts(fleet, played.played)
         losses = fleet.losses()
         seconds = time.monotonic() - began
     got = results(fleet.out, plan.ranks)
@@ -385,19 +423,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     again = f"--events {given.events} --seed {seed} --backend {plan.backend}"
     again += f" --nodes {plan.nodes} --spares {plan.spares}"
     print(f"soak: scripts/soak_nodes {again}", flush=True)
+    of_this_run = facts()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         try:
             found = soak(plan, seed, given.events, Path(folder), lambda s: print(s, flush=True))
         except (Failed, TimeoutError) as error:
             print(f"{error}\nsoak: FAILED; again: scripts/soak_nodes {again}", flush=True)
             return 1
-    for round_, why in found["restarts"].items():
-        print(f"round {round_} was ended: {why}")
+    for round_, end in found["restarts"].items():
+        print(f"round {round_} was ended in event(s) {end['events']}: {end['why']}")
     print(f"soak: {given.events} events, {found['equal']} results equal, {found['s']:.0f} s")
     if given.out is not None:
-        before = json.loads(given.out.read_text())["runs"] if given.out.exists() else []
-        machine = f"{platform.machine()}, {os.cpu_count()} processors"
-        given.out.write_text(json.dumps({"machine": machine, "runs": [*before, found]}, indent=1))
+        runs = json.loads(given.out.read_text()) if given.out.exists() else []
+        runs.append({"command": f"scripts/soak_nodes {again}", **of_this_run, **found})
+        given.out.write_text(json.dumps(runs, indent=1) + "\n")
     return 0
 
 

@@ -23,19 +23,40 @@ def test_a_few_events(seed: int, tmp_path: Path) -> None:
 
 
 def event(name: str, round_: int, reason: str = "") -> dict[str, Any]:
-    return {"event": name, "round": round_, "reason": reason}
+    return {"event": name, "round": round_, "reason": reason, "time": 5.5}
+
+
+def played(*lost: list[int]) -> list[dict[str, Any]]:
+    """A node was killed every second; the last but one was not waited for."""
+    return [
+        {"number": i, "at": float(i), "at once": i == len(lost) - 2, "lost": [ranks]}
+        for i, ranks in enumerate(lost)
+    ]
+
+
+COPIES = "the host-read logs of ranks 2 to 3 were lost with their node"
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("told", "lost", "said"),
     [
-        ([event("started", 1)], "ended without a word: [0]"),
-        ([event("stop", 0, "internal error")], "{0: 'internal error'}"),
+        ([event("started", 1)], [], "ended without a word: [0]"),
+        ([event("stop", 0, "internal error")], [], "{0: {'why': 'internal error'"),
+        ([event("stop", 0, COPIES)], [[4, 5], [2, 3]], ""),
+        ([event("stop", 0, COPIES)], [[6, 7], [2, 3]], COPIES),  # another had the copies
+        ([event("stop", 0, COPIES)], [[4, 5], [0, 1], [2, 3]], COPIES),  # they were made anew
     ],
 )
-def test_a_restart_for_no_good_reason_is_told(told: list[dict[str, Any]], said: str) -> None:
-    with pytest.raises(Failed, match=re.escape(said)):
-        soak.restarts(SimpleNamespace(told=lambda: told))  # type: ignore[arg-type]
+def test_a_restart_for_no_good_reason_is_told(
+    told: list[dict[str, Any]], lost: list[list[int]], said: str
+) -> None:
+    fleet: Any = SimpleNamespace(told=lambda: told, plan=Plan())
+    if said:
+        with pytest.raises(Failed, match=re.escape(said)):
+            soak.restarts(fleet, played(*lost))
+    else:
+        found = soak.restarts(fleet, played(*lost))
+        assert found == {0: {"why": COPIES, "events": [0, 1], "lost": lost}}
 
 
 def test_a_failure_says_how_to_run_it_again(

@@ -1,10 +1,10 @@
-"""Random augmentation in __getitem__, from three generators."""
+"""Random augmentation in __getitem__, from three generators. Argument: epochs of 8 steps (8)."""
 
 import random
 
 import numpy as np
 import torch
-from common import begin, leave, mse, net, shown
+from common import begin, leave, length, mse, net, shown
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -34,7 +34,7 @@ torch.manual_seed(rank)
 random.seed(rank)
 np.random.seed(rank)
 step, history = 0, []
-for epoch in range(8):
+for epoch in range(length(8)):
     sampler.set_epoch(epoch)
     for x, y in loader:
         noise = random.gauss(0, 1)

@@ -1,7 +1,7 @@
-"""Activation checkpointing under DDP with static_graph."""
+"""Activation checkpointing under DDP with static_graph. Argument: steps (60)."""
 
 import torch
-from common import batch, begin, leave, mse, net, shown
+from common import batch, begin, leave, length, mse, net, shown
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +22,7 @@ model = DDP(Checked(), static_graph=True)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 torch.manual_seed(rank)
 history = []
-for step in range(60):
+for step in range(length(60)):
     x, y = batch(step, rank)
     optimizer.zero_grad()
     loss = mse(model(x), y)

@@ -2,6 +2,7 @@
 print for a step, and what they leave at the end."""
 
 import os
+import sys
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +16,11 @@ def begin():
     """Form the group and give (rank, world size)."""
     dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size()
+
+
+def length(default):
+    """How long to train: the first argument."""
+    return int(sys.argv[1]) if len(sys.argv) > 1 else default
 
 
 def shown(step, text=""):

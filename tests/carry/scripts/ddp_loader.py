@@ -1,15 +1,14 @@
 """DDP, DataLoader, dropout, Adam and a per-step scheduler; validation and a checkpoint per epoch.
 Argument: epochs of 8 steps (10)."""
 
-import sys
 
 import torch
 import torch.distributed as dist
-from common import begin, leave, mse, net, shown
+from common import begin, leave, length, mse, net, shown
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+epochs = length(10)
 rank, world = begin()
 torch.manual_seed(1)
 data = TensorDataset(torch.randn(192, 16), torch.randn(192, 1))

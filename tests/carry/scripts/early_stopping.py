@@ -1,8 +1,9 @@
-"""Early stopping on an all-reduced metric, with ReduceLROnPlateau and best-so-far."""
+"""Early stopping on an all-reduced metric, with ReduceLROnPlateau and best-so-far.
+Argument: epochs of 6 steps at most (60), of which a tenth may be bad."""
 
 import torch
 import torch.distributed as dist
-from common import begin, leave, mse, net, shown
+from common import begin, leave, length, mse, net, shown
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 rank, world = begin()
@@ -14,7 +15,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
 torch.manual_seed(rank)
 best, best_epoch, bad, history, step = float("inf"), -1, 0, [], 0
-for epoch in range(60):
+for epoch in range(length(60)):
     model.train()
     for i in range(0, 48, 8):
         optimizer.zero_grad()
@@ -34,7 +35,7 @@ for epoch in range(60):
         best, best_epoch, bad = metric, epoch, 0
     else:
         bad += 1
-        if bad >= 6:
+        if bad >= length(60) / 10:
             break
 leave(
     model=model.state_dict(), optimizer=optimizer.state_dict(), plateau=plateau.state_dict(),

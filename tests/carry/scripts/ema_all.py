@@ -1,9 +1,9 @@
-"""EMA copies on all ranks: by hand, and torch's AveragedModel."""
+"""EMA copies on all ranks: by hand, and torch's AveragedModel. Argument: steps (60)."""
 
 import copy
 
 import torch
-from common import batch, begin, leave, mse, net, shown
+from common import batch, begin, leave, length, mse, net, shown
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -14,7 +14,7 @@ averaged = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.95))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 torch.manual_seed(rank)
 history = []
-for step in range(60):
+for step in range(length(60)):
     x, y = batch(step, rank)
     optimizer.zero_grad()
     mse(model(x), y).backward()

@@ -1,16 +1,16 @@
-"""Gradients averaged by functional collectives."""
+"""Gradients averaged by functional collectives. Argument: steps (60)."""
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from common import batch, begin, leave, mse, net, shown
+from common import batch, begin, leave, length, mse, net, shown
 
 rank, world = begin()
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 torch.manual_seed(rank)
 history = []
-for step in range(60):
+for step in range(length(60)):
     x, y = batch(step, rank)
     optimizer.zero_grad()
     loss = mse(model(x), y)

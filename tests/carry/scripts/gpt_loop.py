@@ -4,18 +4,17 @@ the next batch fetched ahead, evaluation and checkpoints on rank 0 only. Argumen
 
 import math
 import os
-import sys
 from contextlib import nullcontext
 
 import numpy as np
 import torch
-from common import begin, leave, shown
+from common import begin, leave, length, shown
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 BLOCK, VOCABULARY, WIDTH = 16, 32, 32
-max_iters = int(sys.argv[1]) if len(sys.argv) > 1 else 60
+max_iters = length(60)
 eval_interval, eval_iters, accumulation = 15, 3, 2
 
 rank, world = begin()

@@ -1,8 +1,9 @@
-"""Metrics computed from the step's output after optimizer.step(), read now and then."""
+"""Metrics computed from the step's output after optimizer.step(), read now and then.
+Argument: steps (60)."""
 
 import torch
 import torch.distributed as dist
-from common import batch, begin, leave, net, shown
+from common import batch, begin, leave, length, net, shown
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -13,7 +14,7 @@ torch.manual_seed(rank)
 correct, seen, confusion = 0, 0, torch.zeros(4, 4, dtype=torch.long)
 running = torch.zeros(())
 history = []
-for step in range(60):
+for step in range(length(60)):
     x, y = batch(step, rank)
     labels = (y.squeeze(1) * 2).long().remainder(4)
     optimizer.zero_grad()

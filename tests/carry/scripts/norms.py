@@ -1,9 +1,9 @@
 """BatchNorm buffers, and a normalisation with collectives of its own in forward and backward;
-a handler around each step that would see what is raised there."""
+a handler around each step that would see what is raised there. Argument: steps (60)."""
 
 import torch
 import torch.distributed as dist
-from common import batch, begin, guarded, leave, mse, shown
+from common import batch, begin, guarded, leave, length, mse, shown
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -50,7 +50,7 @@ model = DDP(nn.Sequential(
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 torch.manual_seed(rank)
 history = []
-for step in range(60):
+for step in range(length(60)):
     x, y = batch(step, rank)
     with guarded():
         optimizer.zero_grad()

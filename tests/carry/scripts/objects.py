@@ -1,4 +1,5 @@
-"""Seeds and folder names from rank 0; objects gathered and scattered on the way."""
+"""Seeds and folder names from rank 0; objects gathered and scattered on the way.
+Argument: steps (60)."""
 
 import json
 import os
@@ -6,7 +7,7 @@ import random
 
 import torch
 import torch.distributed as dist
-from common import batch, begin, guarded, leave, mse, net, shown
+from common import batch, begin, guarded, leave, length, mse, net, shown
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 rank, world = begin()
@@ -22,7 +23,7 @@ model = DDP(net(seed))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 torch.manual_seed(seed + rank)
 history = []
-for step in range(60):
+for step in range(length(60)):
     x, y = batch(step, rank)
     optimizer.zero_grad()
     loss = mse(model(x), y)

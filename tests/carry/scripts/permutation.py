@@ -1,8 +1,8 @@
 """An epoch's permutation drawn by torch.randperm from the global generator, after dropout has drawn
-from it."""
+from it. Argument: epochs of 10 steps (7)."""
 
 import torch
-from common import begin, leave, mse, net, shown
+from common import begin, leave, length, mse, net, shown
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 rank, world = begin()
@@ -12,7 +12,7 @@ model = DDP(net())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 torch.manual_seed(50 + rank)
 mean, step, orders = torch.zeros(()), 0, []
-for _ in range(7):
+for _ in range(length(7)):
     order = torch.randperm(len(X))
     orders.append(order[:3].tolist())
     for i in range(0, len(X), 12):

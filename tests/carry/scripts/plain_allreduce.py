@@ -1,8 +1,9 @@
-"""Gradients averaged by plain all-reduces, without DDP; weights broadcast at the beginning."""
+"""Gradients averaged by plain all-reduces, without DDP; weights broadcast at the beginning.
+Argument: steps (60)."""
 
 import torch
 import torch.distributed as dist
-from common import batch, begin, leave, mse, net, shown
+from common import batch, begin, leave, length, mse, net, shown
 
 rank, world = begin()
 model = net(seed=rank)
@@ -11,7 +12,7 @@ for p in model.parameters():
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 history = []
 torch.manual_seed(rank)
-for step in range(60):
+for step in range(length(60)):
     x, y = batch(step, rank)
     optimizer.zero_grad()
     loss = mse(model(x), y)

@@ -1,7 +1,7 @@
-"""GradScaler with skipped steps, and bf16 autocast."""
+"""GradScaler with skipped steps, and bf16 autocast. Argument: steps (70)."""
 
 import torch
-from common import begin, leave, mse, net, shown
+from common import begin, leave, length, mse, net, shown
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -14,7 +14,7 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=4)
 torch.manual_seed(20 + rank)
 scales, skipped = [], 0
-for step in range(70):
+for step in range(length(70)):
     index = torch.randint(64, (8,))
     x = X[index] * float("inf") if step % 9 == 4 else X[index]  # a bad batch now and then
     optimizer.zero_grad()

@@ -1,10 +1,11 @@
-"""Subgroups by new_group (one made on the way), barriers, monitored_barrier, many collectives."""
+"""Subgroups by new_group (one made on the way), barriers, monitored_barrier, many collectives.
+Argument: steps (60)."""
 
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from common import batch, begin, leave, mse, net, shown
+from common import batch, begin, leave, length, mse, net, shown
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 rank, world = begin()
@@ -14,7 +15,7 @@ model = DDP(net(), process_group=everyone)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 torch.manual_seed(rank)
 history = []
-for step in range(60):
+for step in range(length(60)):
     x, y = batch(step, rank)
     optimizer.zero_grad()
     loss = mse(model(x), y)

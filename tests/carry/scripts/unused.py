@@ -1,9 +1,10 @@
-"""find_unused_parameters: each step uses one of two branches, drawn alike on all ranks."""
+"""find_unused_parameters: each step uses one of two branches, drawn alike on all ranks.
+Argument: steps (60)."""
 
 import random
 
 import torch
-from common import batch, begin, leave, mse, net, shown
+from common import batch, begin, leave, length, mse, net, shown
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -24,7 +25,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 torch.manual_seed(rank)
 random.seed(1)
 history = []
-for step in range(60):
+for step in range(length(60)):
     x, y = batch(step, rank)
     optimizer.zero_grad()
     loss = mse(model(x, random.random() < 0.5), y)

@@ -1,9 +1,10 @@
-"""A DataLoader with two persistent workers that augment at random; a batch is fetched ahead."""
+"""A DataLoader with two persistent workers that augment at random; a batch is fetched ahead.
+Argument: epochs of 8 steps (8)."""
 
 import random
 
 import torch
-from common import begin, leave, mse, net, shown
+from common import begin, leave, length, mse, net, shown
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -32,7 +33,7 @@ model = DDP(net())
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 torch.manual_seed(rank)
 step, history = 0, []
-for epoch in range(8):
+for epoch in range(length(8)):
     sampler.set_epoch(epoch)
     batches = iter(loader)
     ahead = next(batches)
