@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 _MISSING = object()
+
+
+class _Function(staticmethod):  # type: ignore[type-arg]
+    """A static method that can be referred to weakly, as TorchScript does with all it meets."""
 
 
 class Patches:
@@ -46,8 +51,21 @@ class Patches:
         if isinstance(original, types.BuiltinFunctionType) and isinstance(owner, types.ModuleType):
             # a built-in function that a class has as an attribute (``clock = time.time``) is not
             # bound to its instances; a static method behaves alike and may be called itself
-            replacement = staticmethod(replacement)
+            replacement = _Function(replacement)
+            self._script(original, replacement)
         self.set(owner, name, replacement)
+
+    def _script(self, original: Any, replacement: Any) -> None:
+        """Let TorchScript compile a call of it to the operator, as it does the original's (torch
+        2.13, ``torch/jit/_builtins.py``)."""
+        builtins = sys.modules.get("torch.jit._builtins")
+        if builtins is None:
+            return
+        operator = builtins._find_builtin(original)
+        if operator is not None:
+            table = builtins._get_builtin_table()
+            table[id(replacement)] = operator
+            self.later(lambda: table.pop(id(replacement), None))
 
     def later(self, undo: Callable[[], object]) -> None:
         """Have `undo` called by `undo`, for what was replaced in another way."""
