@@ -368,6 +368,27 @@ def test_old_files_go_along_where_they_are_small(two: Two, monkeypatch: pytest.M
     assert found["/large"] == f"{LEFT}1001"
 
 
+def test_old_files_go_along_up_to_what_is_copied_at_most(two: Two) -> None:
+    """In frames that the other side takes, one after the other, however many there are at once."""
+    kept = two.run_dir / "view" / "kept"
+    kept.mkdir()
+    lines = []
+    for number in range(5):  # the first four fill it to the last byte
+        with (kept / str(number)).open("wb") as file:
+            file.truncate(leavings.LARGEST_KEPT)
+        lines.append(Line(f"/{number}", str(kept / str(number))))
+    text = b"".join(line.pack() for line in lines)
+    (two.run_dir / "view" / "registry").write_bytes(text)
+    rank = Rank(two.run_dir, 8)
+    rank.step()
+    copy = two.await_boundary(rank, 1)
+    sizes = [path.stat().st_size for path in sorted((copy / "view" / "kept").iterdir())]
+    assert sizes == [leavings.LARGEST_KEPT] * 4
+    assert sum(sizes) == leavings.MOST_KEPT
+    last = Line.parse((copy / "view" / "registry").read_bytes().splitlines()[-1])
+    assert last.kept == f"{LEFT}{leavings.LARGEST_KEPT}"
+
+
 def test_who_has_no_token_gets_nothing(two: Two) -> None:
     rank = Rank(two.run_dir, 7)
     rank.step()

@@ -11,7 +11,7 @@ rank's part is given in pieces, the last of which makes it whole.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,26 @@ class Leavings:
                     yield piece
                 else:
                     last.append(piece)
-        registered = list(self._registry.more())
-        if registered:
-            yield Piece(-1, registered)
+        for patches in _bundled(self._registry.more()):
+            yield Piece(-1, patches)
         yield from last
 
     def close(self) -> None:
         for rank in self._ranks:
             rank.close()
+
+
+def _bundled(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
+    """As many at once as make about `_PIECE` bytes."""
+    size, bundle = 0, []
+    for patch in patches:
+        size += len(patch.content)
+        bundle.append(patch)
+        if size > _PIECE:
+            yield bundle
+            size, bundle = 0, []
+    if bundle:
+        yield bundle
 
 
 def _whole(number: int, content: bytes, checksum: int) -> bool:
