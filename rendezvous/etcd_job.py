@@ -188,6 +188,6 @@ def _replaced(base: EtcdStore) -> Replaced:
 
 
 def open_folder(config: EtcdConfig, name: str, report: Callable[[str], None]) -> ControlStore:
-    """A client of its own of the folder of job ``name``, whose agents look after its lease."""
+    """The folder of job ``name``, whose agents look after its lease."""
     folder = replace(config, prefix=f"{config.prefix}{name.partition('.')[0]}/")
-    return EtcdStore(folder, report, kept=name.partition(".")[2])
+    return EtcdStore(folder, report, kept=name.partition(".")[2], alone=False)

@@ -14,9 +14,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
@@ -50,6 +50,9 @@ class Member:
     auth: Any
 
 
+Report = Callable[[str], None]
+
+
 class EtcdLink:
     """The connections of one process to one cluster. For several threads.
 
@@ -58,10 +61,13 @@ class EtcdLink:
         report: told, in one line each, when the cluster stops answering and when it is back.
     """
 
-    def __init__(self, config: EtcdConfig, report: Callable[[str], None] = log.warning) -> None:
+    _sharing = threading.Lock()
+    _shared: ClassVar[dict[tuple[int, EtcdConfig], EtcdLink]] = {}
+
+    def __init__(self, config: EtcdConfig, report: Report = log.warning) -> None:
         self.config = config
         self.where = config.where
-        self._report = report
+        self._reports = [report]
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._members = [_member(name, config) for name in config.endpoints]
@@ -72,6 +78,22 @@ class EtcdLink:
         self._troubled_since: float | None = None
         self._ever_answered = False
         self._tls_failures = 0
+
+    @classmethod
+    def shared(cls, config: EtcdConfig, report: Report) -> EtcdLink:
+        """The one of this process for all that ask for it here; each closes it with its report."""
+        key = os.getpid(), replace(config, prefix="")
+        with cls._sharing:
+            link = cls._shared.get(key)
+            if link is None:
+                link = cls._shared[key] = cls(config, report)
+            else:
+                link._reports.append(report)
+            return link
+
+    def _report(self, line: str) -> None:
+        for report in list(self._reports):
+            report(line)
 
     # --- calls ----------------------------------------------------------------------------------
 
@@ -268,10 +290,21 @@ class EtcdLink:
         self._token = str(answer.token)
         return self._token
 
-    def close(self) -> None:
-        """Close all connections; calls in flight end with Transient or StoreLost."""
+    def close(self, report: Report) -> None:
+        """Close all connections, if nobody else uses them; calls in flight end with Transient or
+        StoreLost.
+
+        Args:
+            report: with which it was opened.
+        """
         if os.getpid() != self._pid:
             return  # the parent's connections: not ours to close
+        with self._sharing:
+            self._reports.remove(report)
+            if self._reports:
+                return
+            for key in [key for key, link in self._shared.items() if link is self]:
+                del self._shared[key]
         for member in self._members:
             member.endpoint.close()
 

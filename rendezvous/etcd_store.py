@@ -58,6 +58,7 @@ class EtcdStore(ControlStore):
         report: told, in one line each, when the cluster stops answering and when it is back.
         kept: id of the lease of what is written without one.
         link: another client's connections, which that one closes.
+        alone: on connections of its own, not on those of this process.
     """
 
     def __init__(
@@ -66,9 +67,12 @@ class EtcdStore(ControlStore):
         report: Callable[[str], None] = log.warning,
         kept: str = "",
         link: EtcdLink | None = None,
+        alone: bool = True,
     ) -> None:
-        self._shared = link is not None
-        self._link = EtcdLink(config, report) if link is None else link
+        self._closes = link is None
+        if link is None:
+            link = EtcdLink(config, report) if alone else EtcdLink.shared(config, report)
+        self._link = link
         self._report = report
         prefix = config.prefix
         self._keys = f"{prefix}k/".encode()
@@ -279,8 +283,9 @@ class EtcdStore(ControlStore):
         self._keeper.close()
         for watch in self._watches:
             watch.close()
-        if not self._shared:
-            self._link.close()
+        closes, self._closes = self._closes, False
+        if closes:
+            self._link.close(self._report)
 
 
 class _Keeper:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests import etcd, helpers
@@ -56,6 +57,10 @@ def test_workers_and_agents(
         assert told["phase"] == "running" and len(told["nodes"]) == 3
         shown = [line.split() for line in show("nodes", *flags).stdout.splitlines()[1:]]
         assert [line[3] for line in shown] == ["running", "running", "spare"]
+        ports = [member.port for member in cluster.members]
+        for node in nodes.jobs:  # one client, which membership and recovery share
+            opened = psutil.Process(node.helper("agent")).net_connections("tcp")
+            assert [c.raddr.port for c in opened if c.raddr and c.raddr.port in ports] == ports
         nodes.of(1).release("go")
         nodes.await_step(30, 3)
         nodes.kill(3)

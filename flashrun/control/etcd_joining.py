@@ -68,7 +68,7 @@ class EtcdOpener:
         me, quick = self._node.node_id, self._config.quick()
         if self._resume is not None:
             name = self._resume.folder
-            base = self._base = EtcdStore(quick, self._say)
+            base = self._base = EtcdStore(quick, self._say, alone=False)
             try:
                 folder = self._patience.call(lambda: JobFolder.resume(base, me, name))
             except Replaced as error:
@@ -76,7 +76,7 @@ class EtcdOpener:
         else:
             with EtcdStore(self._config, self._say) as store:
                 store.get("job")  # the first word of it may take longer than a later one
-            base = self._base = EtcdStore(quick, self._say)
+            base = self._base = EtcdStore(quick, self._say, alone=False)
             folder = JobFolder.find(base, me, _look, self._say)
         self._folder = folder
         kv = PatientKeyValue(folder.store, self._patience)
