@@ -10,7 +10,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +163,20 @@ class RankTable:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> RankTable:
-        fields = dict(data)
-        fields["nodes"] = tuple(
-            NodeRanks(**{**n, "instead": tuple(n.get("instead", ()))}) for n in fields["nodes"]
+        found = known_fields(RankTable, data)
+        found["nodes"] = tuple(
+            NodeRanks(**{**known_fields(NodeRanks, n), "instead": tuple(n.get("instead", ()))})
+            for n in found["nodes"]
         )
-        store = fields.get("store")
-        fields["store"] = None if store is None else StorePlace(**store)
-        return RankTable(**fields)
+        store = found.get("store")
+        found["store"] = None if store is None else StorePlace(**known_fields(StorePlace, store))
+        return RankTable(**found)
+
+
+def known_fields(record: type[Any], found: dict[str, Any]) -> dict[str, Any]:
+    """What this version knows of a record that another one may have written."""
+    names = {known.name for known in fields(record)}
+    return {name: value for name, value in found.items() if name in names}
 
 
 def assign_ranks(seats: Sequence[Seat]) -> tuple[NodeRanks, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -352,6 +353,21 @@ def test_another_node_leads_when_the_leader_dies(world: World) -> None:
     assert all(a.get(Finish).success for a in rest)
 
 
+def test_a_leader_that_is_known_to_be_lost_is_replaced_at_once(world: World) -> None:
+    """Its heartbeat is not waited for."""
+    slow = replace(FAST, heartbeat_interval=200.0, detection_timeout=600.0)
+    at = membership(job(nodes="1:3"), timing=slow)
+    host, *rest = (world.agent(replace(at, is_host=i == 0), f"n{i}") for i in range(3))
+    for agent in (host, *rest):
+        agent.get(Start)
+    host.die()
+    rest[0].coordinator.report_lost("n0", "it refuses connections")
+    for agent in rest:
+        assert "lost" in agent.get(Stop).reason
+        agent.coordinator.report_stopped(0)
+    assert {agent.get(Start).table.group_world_size for agent in rest} == {2}
+
+
 def test_leaving_node_is_not_waited_for(world: World) -> None:
     slow = Timing(heartbeat_interval=0.1, detection_timeout=60.0, poll=0.02, verdict_grace=1.0)
     terms = membership(job("static", "2:2", max_restarts=0), timing=slow)
@@ -396,6 +412,28 @@ def test_agent_that_differs_is_refused_with_what_differs(
     refused = world.agent(other, "n1", node_rank=1).get(Refused)
     assert next(iter(change)) in refused.reason
     assert str(next(iter(change.values()))) in refused.reason
+
+
+def test_an_agent_of_another_version_is_refused_whatever_that_has_beside(world: World) -> None:
+    """And `flashrun nodes` of this version shows the job of that one."""
+    terms = membership(job("static", "2:2"))
+    agents = [world.agent(terms, f"n{r}", node_rank=r) for r in (0, 1)]
+    port = {agent.get(Start).table.master_port for agent in agents}.pop()
+    kv = connect("127.0.0.1", port, 5.0)
+    (table,) = kv.list_keys("flashrun/table/")
+    for key in ("job", "plan", "node/1", "node/2", table.removeprefix("flashrun/")):
+        record = json.loads(kv.get(f"flashrun/{key}") or b"")
+        record["later"] = 1
+        if key == "job":
+            record["flashrun_version"] = "9.9"
+        for place in record.get("nodes", ()):
+            place["later"] = 2
+        kv.put(f"flashrun/{key}", json.dumps(record).encode())
+    assert "flashrun_version is '0.1' here and '9.9'" in world.agent(terms, "late").get(
+        Refused
+    ).reason
+    view = read_overview(kv, lambda: connect_embedded("127.0.0.1", port, 5.0))
+    assert view is not None and [node.state for node in view.nodes] == ["running"] * 2
 
 
 def test_second_node_with_a_taken_rank_is_refused(world: World) -> None:

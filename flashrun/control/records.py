@@ -1,4 +1,8 @@
-"""The records of the control plane: a job's terms, a node, the plan. As JSON in the store."""
+"""The records of the control plane: a job's terms, a node, the plan. As JSON in the store.
+
+Who reads them may be of another version (an agent that is then refused, `flashrun nodes`): what it
+does not know in them is left out.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from flashrun.rendezvous.table import RankTable, Seat
+from flashrun.rendezvous.table import RankTable, Seat, known_fields
 
 Policy = Literal["static", "elastic"]
 Phase = Literal["forming", "running", "stopping", "finished"]
@@ -105,7 +109,7 @@ def job_to_json(job: Job) -> bytes:
 
 
 def job_from_json(data: bytes) -> Job:
-    return Job(**json.loads(data))
+    return Job(**known_fields(Job, json.loads(data)))
 
 
 def member_to_json(member: Member) -> bytes:
@@ -113,9 +117,9 @@ def member_to_json(member: Member) -> bytes:
 
 
 def member_from_json(data: bytes) -> Member:
-    fields = json.loads(data)
-    fields["failures"] = tuple(fields["failures"])
-    return Member(**fields)
+    found = known_fields(Member, json.loads(data))
+    found["failures"] = tuple(found["failures"])
+    return Member(**found)
 
 
 def plan_to_json(plan: Plan, table: str, writer: str) -> bytes:
@@ -124,15 +128,13 @@ def plan_to_json(plan: Plan, table: str, writer: str) -> bytes:
         table: the name under which the plan's table is kept; "": it has none.
         writer: makes the bytes unique, so that a compare-and-swap can tell whose plan won.
     """
-    fields = {**vars(plan), "table": table, "writer": writer}
-    return json.dumps(fields).encode()
+    return json.dumps({**vars(plan), "table": table, "writer": writer}).encode()
 
 
 def plan_from_json(data: bytes) -> tuple[Plan, str]:
     """The plan, without its table, and the table's name."""
-    fields = json.loads(data)
-    fields.pop("writer")
-    table = fields.pop("table")
-    fields["failures"] = tuple(fields["failures"])
-    fields["expected"] = tuple(fields["expected"])
-    return Plan(**fields), table
+    found = known_fields(Plan, json.loads(data))
+    table = found.pop("table")
+    found["failures"] = tuple(found["failures"])
+    found["expected"] = tuple(found["expected"])
+    return Plan(**found), table
