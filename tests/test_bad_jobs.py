@@ -64,6 +64,23 @@ def test_nobody_at_the_endpoint(tmp_path: Path) -> None:
         assert "Traceback" not in run.err
 
 
+def _look_from_outside(flags: list[str], env: dict[str, str]) -> None:
+    """With what it takes to get in, and without."""
+    for command, *words, says in (
+        ("status", "1 node(s), 1 ranks"),
+        ("cordon", "0", "--reason=hot", "warning: 0 other node(s) are left"),
+        ("nodes", "cordoned: hot"),
+        ("uncordon", "0", "may have ranks again from the next round on"),
+    ):
+        line = [*helpers.launcher("flashrun"), command, *words, *flags]
+        with helpers.start(line, env=helpers.clean_environment(env)) as asked:
+            finished = asked.wait(60)
+        assert finished.status == 0 and says in finished.stdout, finished.describe()
+    with helpers.start(line, env=helpers.clean_environment({"ETCD_PASSWORD": "wr0ng"})) as asked:
+        finished = asked.wait(60)
+    assert finished.status == 1 and "Check the user and the password" in finished.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["", "password", "authority"])
 def test_a_cluster_with_users_and_certificates(tmp_path: Path, wrong: str) -> None:
@@ -81,7 +98,12 @@ def test_a_cluster_with_users_and_certificates(tmp_path: Path, wrong: str) -> No
         flags = ["--rdzv-backend=flash-etcd", f"--rdzv-conf={conf}",
                  f"--rdzv-endpoint=https://{cluster.config().endpoints[0]}"]  # fmt: skip
         password = "wr0ng" if wrong == "password" else "s3cret"
-        with job(tmp_path, 'tell("ready")', *flags, env={"ETCD_PASSWORD": password}) as run:
+        env = {"ETCD_PASSWORD": password}
+        with job(tmp_path, BODY, *flags, env=env, fifos=("go",)) as run:
+            if not wrong:
+                run.await_told("ready")
+                _look_from_outside(flags, env)
+                run.release("go")
             assert run.ended() == (1 if wrong else 0), run.describe()
         assert bool(run.told("ready")) == (not wrong)
         says = {"": "", "password": "Check the user and the password",

@@ -91,6 +91,20 @@ def test_one_member_of_the_endpoint_never_was_there(three: etcd.Cluster) -> None
             assert store.get("a") == b"1"
 
 
+def test_a_cluster_that_has_no_ipv4(tmp_path: Path) -> None:
+    cluster = etcd.Cluster(tmp_path)
+    (member,) = cluster.members
+    member.arguments = [word.replace("127.0.0.1", "[::1]") for word in member.arguments]
+    try:
+        member.start()
+        config = etcd_config(f"http://[::1]:{member.port}", {}, {}, "/test/")
+        with store_of(replace(config, timing=etcd.FAST)) as store:
+            store.put("a", b"1")
+            assert store.get("a") == b"1"
+    finally:
+        cluster.kill()
+
+
 def test_a_proxy_in_the_environment_is_not_for_us(
     three: etcd.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

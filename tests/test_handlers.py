@@ -42,10 +42,12 @@ def cluster(tmp_path: Path) -> Iterator[etcd.Cluster]:
         yield found
 
 
-def run_two(tmp_path: Path, flags: list[str], launcher: str) -> list[helpers.Finished]:
+def run_two(
+    tmp_path: Path, flags: list[str], launcher: str, body: str = SCRIPT
+) -> list[helpers.Finished]:
     """Two agents of one job with a worker each."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(body)
     command = [*helpers.launcher(launcher), "--nnodes=2", "--nproc-per-node=1", *flags]
     command.append(str(script))
     env = helpers.clean_environment({"ETCD_PASSWORD": "unused"})
@@ -77,6 +79,22 @@ def test_two_nodes_meet(
     for finished in run_two(tmp_path, flags, launcher):
         assert finished.status == 0, finished.describe()
         assert f"sum 3 of 2 {run_id}" in finished.stdout, finished.describe()
+
+
+@pytest.mark.slow  # as long as it takes with c10d
+def test_a_worker_fails_under_torchrun(tmp_path: Path, cluster: etcd.Cluster) -> None:
+    """The nodes meet again, and their workers as well."""
+    first = 'os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"'
+    fails = f"if {first} and dist.get_rank() == 1: os._exit(3)"
+    flags = ["--rdzv-backend=flash-etcd", f"--rdzv-endpoint={cluster.config().endpoints[0]}",
+             "--rdzv-id=again", "--local-addr=127.0.0.1", "--rdzv-conf=last_call_timeout=1",
+             "--max-restarts=3", f"--log-dir={tmp_path}/logs"]  # fmt: skip
+    script = SCRIPT.replace("dist.all_reduce(value)", f"dist.all_reduce(value)\n{fails}")
+    found = run_two(tmp_path, flags, "torchrun", script)
+    for finished in found:
+        assert finished.status == 0, finished.describe()
+        assert finished.stdout.splitlines()[-1] == "sum 3 of 2 again", finished.describe()
+    assert any("exitcode: 3" in finished.stderr for finished in found)
 
 
 # --- parts ------------------------------------------------------------------------------------

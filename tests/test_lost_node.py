@@ -156,16 +156,27 @@ def test_a_spare_that_is_lost_while_it_takes_over(start: Start, undisturbed: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [(1, 3), (1, 2)], ids=["apart", "the-holder-too"])
-def test_two_nodes_at_once(start: Start, undisturbed: Any, which: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("which", "after"),
+    [((1, 3), ""), ((1, 3), "takes ranks 2 to 3"), ((1, 2), "")],
+    ids=["apart", "in-the-recovery-from-the-other", "the-holder-too"],
+)
+def test_two_nodes_at_once(
+    start: Start, undisturbed: Any, which: tuple[int, int], after: str
+) -> None:
     """With four in the ring, 1 and 3 are no neighbours; 2 holds what 1 has left."""
     with start(4, "--max-restarts=1", *FOREVER, spares=2, **BODY) as nodes:
         nodes.await_step(20, 0)
         nodes.await_spares()
         lost = [nodes.of(2 * group_rank) for group_rank in which]
         nodes.await_copied(20, *(2 * group + i for group in which for i in (0, 1)))
-        lose(*lost)
+        lose(lost[0])
+        if not after:
+            lose(lost[1])
         release(nodes, "go20")
+        if after:
+            nodes.jobs[0].await_output(after, "err")
+            lose(lost[1])
         if which == (1, 3):
             release(nodes, "go40", "go60")
         ended(nodes, *lost)
@@ -227,8 +238,15 @@ def test_the_node_that_leads_the_recovery(start: Start, undisturbed: Any) -> Non
 @pytest.mark.slow
 def test_the_node_of_rank_0(start: Start, undisturbed: Any) -> None:
     """The store is elsewhere, and so MASTER_ADDR stays right."""
-    body = {"body": WAITING.replace("RANK == 0 and", "RANK == 3 and"), "fifos": GATES}
-    with start(2, *QUICK, spares=1, hosted=False, **body) as nodes:
+    body = WAITING.replace("RANK == 0 and", "RANK == 3 and").replace(
+        'tell("step", step=step)',
+        'tell("step", step=step)\n'
+        "        if step == 70:\n"
+        "            where = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])\n"
+        "            tell('met', number=dist.TCPStore(*where).add('met', 1))",
+    )
+    options = {"body": body, "fifos": GATES, "spares": 1, "hosted": False}
+    with start(2, *QUICK, **options) as nodes:
         nodes.await_step(20, 3)
         nodes.await_spares()
         lost, left = nodes.of(0), nodes.of(3)
@@ -238,6 +256,8 @@ def test_the_node_of_rank_0(start: Start, undisturbed: Any) -> None:
         ended(nodes, lost)
     assert results(nodes.out, 4) == undisturbed(4), nodes.describe()
     assert nodes.processes() == {0: 2, 1: 2, 2: 1, 3: 1}, "survivors keep their processes"
+    met = [event["number"] for node in nodes.jobs for event in node.told("met")]
+    assert sorted(met) == [1, 2, 3, 4], nodes.describe()
 
 
 @pytest.mark.slow

@@ -86,11 +86,13 @@ def _etcd(network: netns.Network, folder: Path, stack: ExitStack, members: int) 
     etcd.need()
     cluster = etcd.Cluster(folder / "etcd", members)
     stack.callback(cluster.kill)
+    where = network.switch_address
+    where = f"[{where}]" if ":" in where else where
     for server in cluster.members:
-        away = [word.replace("127.0.0.1", network.switch_address) for word in server.arguments]
+        away = [word.replace("127.0.0.1", where) for word in server.arguments]
         server.arguments = ["ip", "netns", "exec", network.switch, *away]
         server.start()
-    return ",".join(f"{network.switch_address}:{server.port}" for server in cluster.members)
+    return ",".join(f"{where}:{server.port}" for server in cluster.members)
 
 
 @pytest.fixture
@@ -199,19 +201,22 @@ def test_frames_come_late_or_never(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["flash", "flash-etcd"])
+@pytest.mark.parametrize(
+    ("backend", "kind"), [("flash", "flat"), ("flash-etcd", "flat"), ("flash-etcd", "ipv6")]
+)
 def test_a_node_that_is_cut_off(
-    lan: Start, undisturbed: Any, backend: str  # noqa: F811
+    lan: Start, undisturbed: Any, backend: str, kind: str  # noqa: F811
 ) -> None:
     """It is alive and alone: the others go on, and it stops its workers by itself."""
     # (With etcd any may be lost: here, the one with rank 0 and the store of the workers.)
     cut, waits = (2, 1) if backend == "flash" else (0, 3)
     body = WAITING.replace("RANK == 1", f"RANK == {waits}")
-    options = {"spares": 1, "body": body, "fifos": ("go",), "backend": backend}
+    options = {"spares": 1, "body": body, "fifos": ("go",), "backend": backend, "kind": kind}
     with lan(2, "--max-restarts=1", *QUICK, **options) as nodes:
         nodes.await_step(20, waits)
         (spare,) = nodes.await_spares()
         lost = nodes.of(cut)
+        nodes.await_copied(20, cut, cut + 1)
         workers = nodes.workers(lost)
         nodes.network.cut(nodes.index(lost))
         nodes.of(waits).release("go")

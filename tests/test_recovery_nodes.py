@@ -370,6 +370,8 @@ def test_a_spare_that_nobody_needed_ends_well(start: Start, undisturbed: Any) ->
     with start(2, spares=1, body=WAITING, fifos=("go",)) as nodes:
         nodes.await_step(20, 1)
         (spare,) = nodes.await_spares()
+        loaded = Path(f"/proc/{spare.helper('zygote')}/maps")  # before anybody needs it
+        helpers.wait_until(lambda: "libtorch" in loaded.read_text(), "a warm zygote", 60)
         nodes.jobs[0].release("go")
         nodes.await_step(30, 3)
         nodes.kill(3)
