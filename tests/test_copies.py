@@ -25,6 +25,7 @@ from flashrun.node.following import Patch
 from flashrun.node.leavings import Piece
 from flashrun.rendezvous.table import RankTable, Seat, assign_ranks
 from flashrun.seals import Seal
+from flashrun.worker.own_code import FOLDER, OwnCode
 from flashrun.worker.private import Private
 from flashrun.worker.replay import kinds
 from flashrun.worker.replay.api import Divergence
@@ -220,6 +221,18 @@ def test_a_copy_taken_at_any_moment_could_have_been_left(two: Two, seed: int) ->
     finally:
         thread.join()
     assert check(two.await_boundary(rank, rank.boundary), rank) == rank.boundary
+
+
+def test_the_code_that_a_rank_runs_goes_along(two: Two) -> None:
+    rank = Rank(two.run_dir, 3)
+    mine = two.root / "mine.py"
+    mine.write_text("first")
+    OwnCode(rank.folder / FOLDER, fresh=True).then(str(mine))
+    rank.step()
+    copy = two.await_boundary(rank, 1)
+    mine.write_text("second")
+    there = OwnCode(copy / "replay" / "rank0" / FOLDER, fresh=False)
+    assert there.then(str(mine)) == b"first"
 
 
 def test_the_log_of_a_replacement_goes_on_from_an_earlier_place(two: Two) -> None:

@@ -323,6 +323,27 @@ def test_all_at_once_is_a_restart(train: Any, undisturbed: dict[str, str]) -> No
     assert "restart 1 of at most 1" in running.err
 
 
+def test_code_that_was_edited_meanwhile(train: Any, undisturbed: dict[str, str]) -> None:
+    """People work on while a job trains: a replacement runs what the others run."""
+    body = """
+sys.path.insert(0, os.environ["OUT"])
+import mine  # before torch
+""" + TRAIN.replace("torch.nn.functional.mse_loss(", "mine.loss_of(")
+    started, out = train(body=body)
+    code = out / "mine.py"
+    code.write_text("import torch\nloss_of = torch.nn.functional.mse_loss\n")
+    with started as running:
+        run = Run(running, out)
+        run.await_step(20, 1)
+        code.write_text("import torch\nloss_of = lambda a, b: a.sum()\n")
+        script = Path(running.command[-2])
+        script.write_text(script.read_text().replace("Dropout(0.2)", "Dropout(0.9)"))
+        run.kill(1)
+        assert running.ended() == 0, running.describe()
+    assert results(out) == undisturbed, running.err
+    assert "no step lost" in running.err
+
+
 def test_a_scripts_own_exception_is_not_replaced(tmp_path: Path) -> None:
     body = TRAIN.replace(
         'tell("step", step=step)',

@@ -18,7 +18,7 @@ from typing import Any
 
 from flashrun.node.following import Log, Outputs, Patch, Slots, Whole, numbered
 from flashrun.seals import Seal
-from flashrun.worker import private
+from flashrun.worker import own_code, private
 from flashrun.worker.checksum import checksum_of
 from flashrun.worker.replay import randomness
 from flashrun.worker.replay.registry import KEPT, LEFT, Line
@@ -113,6 +113,7 @@ class _Rank:
         self._operations = Log(root, f"{folder}/operations")
         self._looks = Log(root, f"{folder}/looks")
         self._states = Log(root, f"{folder}/states")
+        self._code = Log(root, f"{folder}/{own_code.FOLDER}")
         self._small = [Whole(root, f"unchanged.{rank}"), Whole(root, f"{folder}/restart-only")]
 
     def more(self) -> Iterator[Piece]:
@@ -144,13 +145,14 @@ class _Rank:
         yield from self._outputs.more()
         yield from self._operations.more()
         yield from self._looks.more()
+        yield from self._code.more()
         for file in self._small:
             yield from file.more()
 
     def close(self) -> None:
         files: list[Any] = [
             self._boundaries, self._pending, *self._own, self._outputs, self._log,
-            self._operations, self._looks, self._states, *self._small,
+            self._operations, self._looks, self._states, self._code, *self._small,
         ]  # fmt: skip
         for file in files:
             file.close()

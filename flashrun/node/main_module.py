@@ -19,6 +19,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 import flashrun
+from flashrun.worker import own_code
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -50,8 +51,7 @@ def safe_path() -> bool:
 
 
 def _code_of(path: str) -> CodeType:
-    with open(path, "rb") as file:
-        data = file.read()
+    data = own_code.source_of(path)
     if path.endswith(".pyc"):
         code = SourcelessFileLoader("__main__", path).get_code("__main__")
         assert code is not None
@@ -105,6 +105,7 @@ def run_path(path: str, arguments: tuple[str, ...]) -> None:
 
     close_stdin = cast("Callable[[], None]", getattr(util, "_close_stdin"))  # noqa: B009
     close_stdin()
+    own_code.check(path)
     fresh_main()
     if flashrun.STARTED_FROM is not None:
         sys.path.insert(0, flashrun.STARTED_FROM)

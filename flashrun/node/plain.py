@@ -36,8 +36,9 @@ def prepare(environ: MutableMapping[str, str], record: str) -> None:
 def install() -> None:
     """In the worker, when its script has imported torch."""
     gloo_teardown.install()
-    from flashrun.worker import runtime
+    from flashrun.worker import own_code, runtime
     from flashrun.worker.allocator import keep_freed_memory
 
     keep_freed_memory(os.environ)
+    own_code.begin(os.environ)
     runtime.install()

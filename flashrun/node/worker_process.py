@@ -22,6 +22,7 @@ from flashrun.node import gloo_teardown, linux, main_module, plain, stderr_tail
 from flashrun.node.failure_note import note_failure
 from flashrun.node.torch_gate import TorchGate
 from flashrun.node.worker_env import worker_arguments
+from flashrun.worker import own_code
 
 # How long a forked worker waits to become the supervisor's child. The process in between has
 # nothing left to do but exit.
@@ -213,6 +214,8 @@ def become_worker(
         on_open=torch_is_there,
         warn=lambda line: print(f"flashrun: warning: {line}", file=sys.stderr),
     )
+    if install_runtime is not None:
+        own_code.begin(spec.environ)
     note = note_failure(spec.record)
     target = job.target
     arguments = tuple(worker_arguments(job, spec.local_rank))

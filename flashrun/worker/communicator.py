@@ -27,8 +27,8 @@ from flashrun.rendezvous.sharded import ScopeStore
 
 CREATE_TIMEOUT = timedelta(seconds=10)
 CUT_GRACE = 2.0  # s after which an operation of a communicator that was cut is given up
-# Of a wait; between two, it is looked whether it makes sense. (50 µs each. What a cut left behind ends
-# so much later than need be, one operation after the other.)
+# Of a wait; between two, it is looked whether it makes sense. (50 µs each. What a cut left behind
+# ends so much later than need be, one operation after the other.)
 _SLICE = timedelta(seconds=0.2)
 _FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.01  # s between looks into the store
 

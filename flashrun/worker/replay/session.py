@@ -12,6 +12,7 @@ from __future__ import annotations
 import marshal
 import os
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from flashrun.errors import writing_remedy
+from flashrun.worker import own_code
 from flashrun.worker.replay import boundaries, kinds, unprofiled, world
 from flashrun.worker.replay.api import WORLD_UNTIL, Divergence, RuntimeLike
 from flashrun.worker.replay.journal import Reader, Record, Writer
@@ -112,6 +114,7 @@ class Session:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "restart-only").unlink(missing_ok=True)
+            session._keep_code()
             session.writer = Writer(folder)
             session.randomness = Randomness(folder, create=True)
             session.recent = Recent(folder, create=True)
@@ -138,9 +141,12 @@ class Session:
         if marker.exists():
             raise Divergence(marker.read_text())
         try:
+            session._keep_code()
             session.reader = Reader(folder)
             session.randomness = Randomness(folder, create=False)
             session.recent = Recent(folder, create=False)
+        except own_code.CodeChanged as error:
+            raise Divergence(str(error)) from error
         except (OSError, ValueError, LayoutError) as error:
             reason = f"the host-read log of rank {rt.rank} can't be used: {error}"
             raise Divergence(reason) from error
@@ -158,6 +164,16 @@ class Session:
         session.muted = Muted()
         api.real_stderr_fd = session.muted.stderr
         return session
+
+    def _keep_code(self) -> None:
+        """See `OwnCode.settle`."""
+        mine = own_code.own_code
+        if mine is None:
+            return
+        mine.on_failure = lambda error: self.give_up(
+            f"the script's code can't be kept: {error}", writing_remedy(error, self.folder)
+        )
+        mine.settle(list(sys.modules.values()))
 
     def _install(self) -> None:
         from flashrun.worker.replay import (

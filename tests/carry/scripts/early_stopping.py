@@ -1,5 +1,5 @@
 """Early stopping on an all-reduced metric, with ReduceLROnPlateau and best-so-far.
-Argument: epochs of 6 steps at most (60), of which a tenth may be bad."""
+Argument: epochs of 6 steps, none too bad to go on (60, stopped after 6 bad ones)."""
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,9 @@ model = DDP(net(width=48))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
 torch.manual_seed(rank)
+epochs, patience = length(60), length(6)
 best, best_epoch, bad, history, step = float("inf"), -1, 0, [], 0
-for epoch in range(length(60)):
+for epoch in range(epochs):
     model.train()
     for i in range(0, 48, 8):
         optimizer.zero_grad()
@@ -35,7 +36,7 @@ for epoch in range(length(60)):
         best, best_epoch, bad = metric, epoch, 0
     else:
         bad += 1
-        if bad >= length(60) / 10:
+        if bad >= patience:
             break
 leave(
     model=model.state_dict(), optimizer=optimizer.state_dict(), plateau=plateau.state_dict(),
