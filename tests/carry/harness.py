@@ -453,7 +453,8 @@ def carry(
         more: strikes itself, after ``strikes``.
     """
     prepare(reference, kind, folder, world)
-    flags = ["--max-restarts=9"] if kind.restart else []
+    # Where this process is late by many steps, several strikes come before the next boundary.
+    flags = ["--max-retries=99", *(["--max-restarts=9"] if kind.restart else [])]
     told = "strikes:\n  " + "\n  ".join(map(str, strikes))
     print(told)
     struck: Sequence[int] = ()
