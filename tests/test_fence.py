@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +115,33 @@ def test_an_answer_while_it_looks_counts(fenced: Callable[..., Fence]) -> None:
     looks.answer = True
     fenced(looks, said.append)  # by the agent before this one: it looks at once
     assert looks.enough.wait(20) and not said
+
+
+def test_the_next_agent_goes_on_from_the_last_answer(tmp_path: Path) -> None:
+    """Seen in the soak: an agent was killed, and the link was down for a second as the next one
+    began. It took its node for cut off."""
+    kept, looks = tmp_path / "answered", Looks("for a moment")
+    first = Fence(1e6, looks, lambda why: None, kept)
+    first.start(time.monotonic() - 50)
+    sent = time.monotonic()
+    first.answered(sent)
+    first.close()
+    membership = Membership(
+        job(nodes="2:2"), Endpoint("10.77.0.1", 1, "10.77.0.1:1"),
+        timing=Timing(detection_timeout=1e6),
+    )  # fmt: skip
+    coordinator = Coordinator(
+        membership, Node("n0", 1, "r"), wake=lambda: None, host_store=lambda host, port: 0,
+        resume=Connected("10.77.0.1", 1, False, 1), answered=kept,
+    )  # fmt: skip
+    coordinator._be_fenced(Connected("10.77.0.1", 1, False, 1), None)
+    assert coordinator._fence is not None and coordinator._fence._sent == sent
+    coordinator.close()
+    kept.write_text("")
+    last = Fence(1e6, looks, lambda why: None, kept)
+    last.start(None)  # it may have been long ago: it looks at once
+    assert looks.enough.wait(20)
+    last.close()
 
 
 def test_no_way_to_a_machine() -> None:

@@ -33,6 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from flashrun.control.controller import Controller
 from flashrun.control.cordon import CordonBook
@@ -88,6 +89,7 @@ class Coordinator:
         resume, table: where the agent before this one was connected, and the table it had: who the
             other nodes are must be known before the store has answered, or a node that is cut off
             in this moment would wait for it for ever, with its workers.
+        answered: see `Fence`, ``kept``.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Coordinator:
         table: RankTable | None = None,
         doorbell: Callable[[str], int] | None = None,
         shard: Callable[[str], int] | None = None,
+        answered: Path | None = None,
     ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._membership = membership
@@ -111,6 +114,7 @@ class Coordinator:
         self._resume = resume
         self._doorbell = doorbell
         self._shard = shard
+        self._answered = answered
         self._alone = membership.alone
         self._reports: queue.SimpleQueue[Callable[[Member], Member]] = queue.SimpleQueue()
         self._news = threading.Event()
@@ -327,6 +331,7 @@ class Coordinator:
             self._timing.detection_timeout,
             look,
             lambda why: self._emit(Lost(why, at_once=True)),
+            self._answered,
         )
         self._fence.start(sent)
 

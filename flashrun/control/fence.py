@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 _TRY_S = 1.0
 
@@ -37,6 +39,8 @@ class Fence:
     Args:
         look: why this node is cut off, None: it is not; told how long a try may take.
         on_cut_off: told why, from the thread, once.
+        kept: file for the time of the last answered heartbeat, which the agent after this one goes
+            on from: its own first one may meet a link that is down for a moment.
     """
 
     def __init__(
@@ -44,11 +48,13 @@ class Fence:
         detection_timeout: float,
         look: Callable[[float], str | None],
         on_cut_off: Callable[[str], None],
+        kept: Path | None = None,
     ) -> None:
         self._timeout = detection_timeout
         self._try = try_s(detection_timeout)
         self._look = look
         self._on_cut_off = on_cut_off
+        self._kept = kept
         self._sent = -1.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fence", daemon=True)
@@ -56,14 +62,30 @@ class Fence:
     def start(self, sent: float | None) -> None:
         """
         Args:
-            sent: as of `answered`; None: not known, it may have been long ago.
+            sent: as of `answered`; None: by the agent before this one. (Where nothing is kept of
+                that it may have been long ago.)
         """
-        self._sent = time.monotonic() - self._timeout if sent is None else sent
+        if sent is None:
+            self._sent = self._before()
+        else:
+            self.answered(sent)
         self._thread.start()
 
     def answered(self, sent: float) -> None:
         """The store has answered to a heartbeat that was sent at that time (monotonic)."""
         self._sent = sent
+        if self._kept is not None:
+            # In one piece: the reader may come at any time.
+            beside = self._kept.with_suffix(".new")
+            with suppress(OSError):
+                beside.write_text(repr(sent))
+                beside.replace(self._kept)
+
+    def _before(self) -> float:
+        try:
+            return float(self._kept.read_text()) if self._kept is not None else float("-inf")
+        except (OSError, ValueError):
+            return float("-inf")
 
     def close(self) -> None:
         self._closed.set()

@@ -31,6 +31,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from torch.distributed.elastic.events.api import EventSource
@@ -159,6 +160,7 @@ class Agent:
             table=None if group is None else RankTable.from_dict(group["table"]),
             doorbell=lambda host: self._ask_for_port("doorbell", host),
             shard=(lambda host: self._ask_for_port("host-shard", host)) if in_place else None,
+            answered=Path(self._run_dir, "answered"),
         )
         if group is not None:
             self._adopt(hello)
