@@ -394,6 +394,9 @@ def test_old_files_go_along_up_to_what_is_copied_at_most(two: Two) -> None:
     (two.run_dir / "view" / "registry").write_bytes(text)
     rank = Rank(two.run_dir, 8)
     rank.step()
+    pieces = leavings.Leavings(two.run_dir, [0]).more()
+    most = max(sum(len(patch.content) for patch in piece.patches) for piece in pieces)
+    assert most == leavings.LARGEST_KEPT, "what is in memory at a time"
     copy = two.await_boundary(rank, 1)
     sizes = [path.stat().st_size for path in sorted((copy / "view" / "kept").iterdir())]
     assert sizes == [leavings.LARGEST_KEPT] * 4

@@ -101,6 +101,7 @@ def test_a_spare_takes_a_lost_nodes_place(
         pytest.param(3, "leader-killed", marks=pytest.mark.slow),
         pytest.param(3, "leader-frozen", marks=pytest.mark.slow),
         (1, "gone"),
+        pytest.param(1, "frozen", marks=pytest.mark.slow),
         pytest.param(1, "gone-and-agents-killed", marks=pytest.mark.slow),
     ],
     indirect=["cluster"],
@@ -112,6 +113,8 @@ def test_the_control_plane_fails(
         nodes.await_step(10, 3)
         if fault.startswith("gone"):
             cluster.kill()
+        elif fault == "frozen":
+            cluster.members[0].freeze()
         elif fault == "leader-killed":
             cluster.leader().kill()
         else:
@@ -126,6 +129,9 @@ def test_the_control_plane_fails(
             nodes.of(3).await_output("no answer", "err")
             for member in cluster.members:
                 member.start()
+        elif fault == "frozen":
+            nodes.of(3).await_output("no answer", "err")
+            cluster.members[0].signal(signal.SIGCONT)
         nodes.ended()
         if fault == "leader-frozen":
             frozen.signal(signal.SIGCONT)
@@ -190,6 +196,27 @@ def test_away_for_longer_than_the_detection_timeout(
     for node in nodes.jobs:
         assert "was lost" not in node.err, nodes.describe()
         assert "restart 1" not in node.err, nodes.describe()
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_while_etcd_is_away(
+    start: Start, undisturbed: Any, cluster: etcd.Cluster  # noqa: F811
+) -> None:
+    """Those that are left reach each other, and wait for it; then the spare has the place."""
+    options = {"spares": 1, "body": WAITING.replace("RANK == 1", "RANK == 0"), "fifos": ("go",)}
+    with start(3, *QUICK, **options, **where(cluster)) as nodes:
+        nodes.await_step(20, 0)
+        nodes.await_spares()
+        lost = nodes.of(3)
+        nodes.await_copied(20, 2, 3)
+        cluster.kill()
+        lost.process.kill()
+        lost.process.wait()
+        nodes.of(0).release("go")
+        stay_away(cluster)
+        nodes.ended(lost)
+    assert results(nodes.out, 6) == undisturbed(6), nodes.describe()
+    assert nodes.processes() == {r: 1 + (r in (2, 3)) for r in range(6)}, nodes.describe()
 
 
 @pytest.mark.slow
