@@ -156,6 +156,24 @@ def test_a_spare_that_is_lost_while_it_takes_over(start: Start, undisturbed: Any
 
 
 @pytest.mark.slow
+def test_a_spare_that_was_dead_before(start: Start, undisturbed: Any) -> None:
+    """Its heartbeat is not waited for: it is given the place, and does not come."""
+    with start(2, *FOREVER, spares=2, late=1, **BODY) as nodes:
+        nodes.await_step(20, 0)
+        (dead,) = nodes.await_spares()  # who came first is asked first
+        nodes.add()
+        nodes.await_spares()
+        first = nodes.of(3)
+        nodes.await_copied(20, 2, 3)
+        lose(dead)
+        lose(first)
+        release(nodes, *GATES)
+        ended(nodes, first, dead)
+    assert results(nodes.out, 4) == undisturbed(4), nodes.describe()
+    assert nodes.processes() == {0: 1, 1: 1, 2: 2, 3: 2}, "survivors keep their processes"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "after"),
     [((1, 3), ""), ((1, 3), "takes ranks 2 to 3"), ((1, 2), "")],

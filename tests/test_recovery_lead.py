@@ -283,6 +283,32 @@ def test_a_spare_that_leads_has_the_others_told_of_its_place(make: Make, connect
     assert RankTable.from_dict(a.next(Reseat).table).of("c") is not None
 
 
+def test_a_spare_that_does_not_live_any_more_is_missed(make: Make) -> None:
+    """Nobody waits for a word of its ranks but for the one that it has joined."""
+    rounds = table({"a": 0, "b": 0})
+    seat = Seat("c", 2, "default", "127.0.0.1", closed_port())
+    a = make(rounds, "a")
+    formed(a)
+    a.post.tell_seats(rounds.with_instead("b", seat))
+    node, why = a.lost.get(timeout=30)
+    assert node == "c" and "refuses connections" in why
+
+
+def test_a_node_that_came_back_is_missed_again(make: Make) -> None:
+    """It was lost, has another one's place now, and is lost."""
+    gone = closed_port()
+    rounds = table({"a": 0, "b": gone, "c": 0})
+    a = make(rounds, "a")
+    for rank in range(6):
+        a.say(rank, {"op": "formed"})
+    a.say(0, {"op": "suspect", "generation": 0, "error": "reset by peer"})
+    assert a.lost.get(timeout=30)[0] == "b"
+    first = instead(rounds, "b", "d")
+    a.post.tell_seats(first)
+    a.post.tell_seats(first.with_instead("c", Seat("b", 2, "default", "127.0.0.1", gone)))
+    assert a.lost.get(timeout=30)[0] == "b"
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["known before", "known after"])
 def test_a_spare_is_told_of_the_place_that_another_took_before(make: Make, first: bool) -> None:
     """What was commanded before it came is for the lost node, but for that."""

@@ -19,7 +19,7 @@ from flashrun.control.commands import Command, Reseat
 from flashrun.control.director import Director
 from flashrun.control.recovery import Limits
 from flashrun.rendezvous.kv import MAX_OPERATIONS, Delete, Put
-from flashrun.rendezvous.table import RankTable
+from flashrun.rendezvous.table import NodeRanks, RankTable
 
 RECOVERY = "recovery/"  # prefix of all rounds in the control store
 _MANY = 24  # entries that led to no command, after which the books are written all the same
@@ -150,6 +150,9 @@ class Ledger:
     def _reseat(self, table: RankTable, told: int) -> None:
         """A node has this table."""
         if table.joins > self.table.joins:
+            for place in table.nodes:
+                if place != self.table.of(place.node):  # (it may have been here before)
+                    self._joined.pop(place.node, None)
             self.table = table
             self.director.reseat(_hosts(table))
         self._command_seats(told)
@@ -179,8 +182,22 @@ class Ledger:
     @property
     def quiet(self) -> int | None:
         """None while something is being recovered; else how many places others have taken."""
-        seated = all(not n.instead or n.node in self._joined for n in self.table.nodes)
+        seated = not self._on_their_way()
         return self.table.joins if seated and self.director.quiet else None
+
+    def _on_their_way(self) -> list[NodeRanks]:
+        """Those that were given a lost node's place, and have not said that they have it."""
+        return [n for n in self.table.nodes if n.instead and n.node not in self._joined]
+
+    def missed(self) -> tuple[str, set[int]]:
+        """As the director's, and the ranks of nodes that are on their way to a place: a spare may
+        have been dead before it was given one."""
+        wait, ranks = self.director.missed()
+        if not self.director.machine.ended:
+            for node in self._on_their_way():
+                wait += f" {node.node}"
+                ranks.update(node.ranks)
+        return wait, ranks
 
     def tick(self, now: float) -> None:
         """Time has passed."""

@@ -31,7 +31,7 @@ from flashrun.rendezvous.kv import (
     StoreRefused,
 )
 from flashrun.rendezvous.lease import Lease
-from flashrun.rendezvous.table import RankTable
+from flashrun.rendezvous.table import NodeRanks, RankTable
 from flashrun.rendezvous.watch import Watch
 
 LEASE_S = 5.0  # after which another agent leads, should this one's node be gone
@@ -111,7 +111,7 @@ class RecoveryLead:
         self._nudged = False
         self._ring_at: float | None = None
         self._missing = ""
-        self._lost: set[str] = set()  # nodes that are known to be
+        self._lost: set[NodeRanks] = set()  # are known to be; who is back has another place
         self._unanswered: dict[str, float] = {}  # other nodes that do not answer, and since when
         self._closed = threading.Event()
         self._watch: Watch | None = None
@@ -235,22 +235,22 @@ class RecoveryLead:
 
     def _ring(self, ledger: Ledger) -> None:
         """Ask the nodes from whose ranks no word comes whether they live."""
-        wait, ranks = ledger.director.missed()
+        wait, ranks = ledger.missed()
         now = time.monotonic()
         if not ranks:
             self._ring_at, self._missing = None, ""
         elif wait != self._missing:
             self._ring_at, self._missing = now + _RING_S, wait
         elif self._ring_at is not None and now >= self._ring_at:
-            known = {self._place.node, *self._lost}
-            nodes = [n for n in ledger.table.nodes if n.node not in known]
-            missed = [n for n in nodes if ranks.intersection(n.ranks)]
+            nodes = {n.node: n for n in ledger.table.nodes if n not in self._lost}
+            nodes.pop(self._place.node, None)
+            missed = [n for n in nodes.values() if ranks.intersection(n.ranks)]
             nobody = lost_nodes(missed)
             now = time.monotonic()
             self._unanswered = {node: self._unanswered.get(node, now) for node in nobody}
             for node in self._given_up(nobody, len(ledger.table.nodes), now):
                 why = nobody[node].why
-                self._lost.add(node)
+                self._lost.add(nodes[node])
                 ledger.node_lost(node, why, now, self._place.no_spare(node))
                 self._on_lost(node, why)
             self._ring_at = now + _RING_AGAIN_S

@@ -138,7 +138,7 @@ class LosingWorld(SharedWorld):
         if not self.prompt and self.draw.random() < 0.3:
             return  # words come late
         super().lead()
-        _, missed = self.ledger.director.missed()
+        _, missed = self.ledger.missed()
         for place in self.ledger.table.nodes:
             if place.node in self.lost - self.rung and missed.intersection(place.ranks):
                 self.rung.add(place.node)
