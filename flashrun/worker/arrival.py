@@ -44,7 +44,10 @@ class Arrival:
                 # A hook's state comes out of local gradients, which nobody can give.
                 if not rt.hook_states.written(b + 1):
                     rt.diverged(_hook_states_lost(b + 1))
-                rt.completion.begin(b)
+                try:
+                    rt.completion.begin(b)
+                except Divergence as error:
+                    rt.diverged(error)
             return
         if b > rt.target:
             rt.diverged(Divergence(f"at boundary {b}, but the survivors are at {rt.target}"))

@@ -41,13 +41,13 @@ class Completion:
                 continue
             except (TransferError, OSError) as error:
                 rt.failed(generation, error)
+        rt.replay.complete_interval(b)
         # The catch-up has skipped collectives: count from where the survivors began the interval.
         for ident, number in rt.peers.bases.items():
             group = rt.groups.get(ident)
             if group is not None:
                 group.seq = group.base[b] = number
         self._boundary = b
-        rt.replay.complete_interval(b)
 
     def check(self, numbers: Mapping[str, int]) -> None:
         """At the boundary after it.

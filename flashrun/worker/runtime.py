@@ -56,6 +56,10 @@ from flashrun.worker.state import Objects, State
 from flashrun.worker.unchanged import Unchanged
 
 MARGIN = 300.0  # s beyond the machine's own deadlines that a worker waits for its word
+COMPUTED = (
+    "an output from before the step at which this worker was replaced is still in use, and"
+    " computing it again takes collectives"
+)
 BARRIER_GRACE = 1.0  # s in which the death is told that a monitored_barrier has failed of
 
 
@@ -399,6 +403,8 @@ class Runtime:
             counts = not KINDS[kind].point_to_point
             in_backward = torch._C._current_graph_task_id() != -1
             poisoned = self.replay.poisoned
+            if poisoned and self.replay.computing:
+                raise Divergence(COMPUTED)
             if poisoned and in_backward and self.mode is Mode.LIVE:
                 self.replay.written_by_torch(flatten(args[0]))
             if self._rung[in_backward] != self.boundary:

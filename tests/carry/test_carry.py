@@ -45,8 +45,7 @@ KINDS = [
     Kind("plain_allreduce", slow=True),
     Kind("functional"),
     Kind("ema_all", slow=True),
-    # "A graph that lives on over a step", in docs/recovery.md.
-    Kind("gan", slow=True, restart="collectives on the survivors", either=True),
+    Kind("gan", slow=True),
     Kind("warmup_reset", slow=True),
     Kind("augment"),
     Kind("workers"),

@@ -200,9 +200,13 @@ class Replay:
                 self._session.poison.overwritten(tensor)
 
     def complete_interval(self, b: int) -> None:
-        """Call in catch-up at boundary `b`, where collectives of interval `b` will give what they
-        have given to the survivors (`given`), as far as these have it."""
-        self.session.completing = b
+        """Call in catch-up at boundary `b`, before collectives of interval `b` are counted, which
+        will give what they have given to the survivors (`given`), as far as these have it.
+
+        Raises:
+            Divergence: what the interval uses from before can't be had.
+        """
+        self.session.complete(b)
 
     def given(self, tensors: Iterable[torch.Tensor]) -> None:
         """Call in catch-up with the results of a collective that were taken from a survivor."""
@@ -240,6 +244,11 @@ class Replay:
     def poisoned(self) -> bool:
         """Whether there may be anything that `sent` refuses."""
         return self._session is not None and self._session.poison is not None
+
+    @property
+    def computing(self) -> bool:
+        """Within `after_state`, which issues no collectives."""
+        return self._session is not None and self._session.computing
 
     def stop(self) -> None:
         """Call when the script and its exit handlers are done: ends the thread of the recording."""

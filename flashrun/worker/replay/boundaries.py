@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import struct
 import sys
-import weakref
 import zlib
 from typing import TYPE_CHECKING
+
+from torch.utils.weak import TensorWeakRef
 
 from flashrun.worker.replay import carried, kinds
 
@@ -71,7 +72,7 @@ def compare(session: Session, randomness: Randomness, b: int) -> None:
     if session.unreal is not None:
         for tensor in tensors:
             session.unreal.clear(tensor)
-    session.carried = [weakref.ref(tensor) for tensor in tensors]
+    session.carried = [TensorWeakRef(tensor) for tensor in tensors]
 
 
 def _carry(session: Session, frame: FrameType) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils import fetch as torch_fetch
+from torch.utils.weak import TensorWeakRef
 
 from flashrun.worker.replay import kinds, standins
 
@@ -47,7 +48,7 @@ class _Template:
 class _Standing:
     """A batch that was not fetched, as long as the script holds a part of it."""
 
-    leaves: list[tuple[int, weakref.ref[torch.Tensor]]]
+    leaves: list[tuple[int, TensorWeakRef]]
     fetcher: Any
     index: Any
     random_states: bytes | None
@@ -146,7 +147,7 @@ class Loaders:
         return known[1]
 
     def _stand_in(self, template: _Template, fetcher: Any, index: Any, states: Any) -> Any:
-        fresh: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+        fresh: list[tuple[int, TensorWeakRef]] = []
         number = iter(range(len(template.leaves)))
 
         def stand(leaf: Any) -> Any:
@@ -160,7 +161,7 @@ class Loaders:
                     leaf.copy_(template.pristine[i])
                     template.versions[i] = leaf._version
                 new = leaf.detach()
-            fresh.append((i, weakref.ref(new)))
+            fresh.append((i, TensorWeakRef(new)))
             if self.session.unreal is not None:
                 self.session.unreal.mark_anew(new, "a batch that was not fetched")
             return new

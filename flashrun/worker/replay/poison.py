@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import TensorWeakRef
 
 from flashrun.worker.replay.holders import locate
 from flashrun.worker.replay.unreal import Mark, mark_of, storages, tensors_in
@@ -143,21 +143,27 @@ class Poison:
         self._unreal: list[tuple[torch.Tensor, Mark]] = []
         self._graphs: list[torch.Tensor] = []
         self._grads: set[int] = set()
-        self._in_memory: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self._hoped: set[int] = set()
+        self._in_memory: dict[int, list[TensorWeakRef]] = {}
 
     def find(
-        self, optimizers: list[torch.optim.Optimizer], restored: list[torch.Tensor | None]
+        self,
+        optimizers: list[torch.optim.Optimizer],
+        restored: list[torch.Tensor | None],
+        hoped: set[int],
     ) -> None:
         """Find what is alive and unreal, and not sent by peers.
 
         Args:
             optimizers: all that there are.
             restored: tensors whose content at this boundary came from the log.
+            hoped: by id, tensors that may still be computed.
 
         Raises:
             Divergence: some of it is kept to be used.
         """
         right = {id(t) for t in restored}
+        self._hoped = hoped
         self._unreal = self._candidates(optimizers, right)
         if self._kept():
             gc.collect()  # cycles that nobody holds any more
@@ -186,7 +192,9 @@ class Poison:
         return {
             id(t): mark
             for t, mark in self._unreal
-            if mark.boundary < self._b - 1 and id(t) not in self._grads
+            if mark.boundary < self._b - 1
+            and id(t) not in self._grads
+            and id(t) not in self._hoped
         }
 
     def _refuse_kept(self, frame: FrameType) -> None:
@@ -200,6 +208,10 @@ class Poison:
                 f"no peer sends (made by {mark}); what is kept in a module or an optimizer is sent"
             )
 
+    def unreal(self) -> set[int]:
+        """By id, what was found."""
+        return {id(t) for t, _ in self._unreal}
+
     def spread(self, real: list[torch.Tensor]) -> bool:
         """Poison what is left; False: nothing is.
 
@@ -207,17 +219,18 @@ class Poison:
             real: outputs that have been computed meanwhile, with their graphs.
         """
         regained = {id(s) for t in real for s in storages(t)}
-        with_graph = {id(t) for t in real}
         count = 0
         for tensor, mark in self._unreal:
             if not any(id(s) in regained for s in storages(tensor)):
                 count += 1
                 for storage in storages(tensor):
-                    self._in_memory.setdefault(storage._cdata, []).append(weakref.ref(tensor))
+                    self._in_memory.setdefault(storage._cdata, []).append(TensorWeakRef(tensor))
                 tensor._flashrun_poison = (self, mark)  # type: ignore[attr-defined]
                 tensor.__class__ = _poisoned(type(tensor))
         for tensor in self._graphs:
-            if id(tensor) not in with_graph and not isinstance(tensor, _Used):
+            if isinstance(tensor, _Used):
+                continue
+            if not any(id(s) in regained for s in storages(tensor)):  # nor a view of those
                 count += 1
                 tensor.register_hook(self._no_gradient)  # type: ignore[no-untyped-call]
         self._unreal, self._graphs = [], []

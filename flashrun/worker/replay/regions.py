@@ -18,7 +18,7 @@ import torch
 
 from flashrun.worker.replay import kinds, standins
 from flashrun.worker.replay.doors import fill_scalar
-from flashrun.worker.replay.outputs import Outputs
+from flashrun.worker.replay.outputs import Outputs, nodes
 from flashrun.worker.replay.recent import leaves as recent_leaves
 from flashrun.worker.replay.steps import Steps
 from flashrun.worker.replay.unreal import MARK, USED, mark_of
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _ORDINAL = struct.Struct("<Q")
 _FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+BEHIND = "_flashrun_behind"  # of a leaf that stands for a graph: the parameters in that
 REAL_CALLS = 2  # of each kind of input with gradients: DDP rebuilds its buckets in the second
 _item = torch.Tensor.item  # taken before the door is installed
 
@@ -63,12 +64,15 @@ def _will_rebuild_buckets(module: torch.nn.Module) -> bool:
     )
 
 
-class _Forwards:
+class Forwards:
     """What a module returned for each kind of input."""
 
     def __init__(self) -> None:
-        self.outputs: dict[Any, tuple[int, Any]] = {}  # key -> real calls so far, output
+        # key -> real calls so far, output, the parameters that its graph led to
+        self.outputs: dict[Any, tuple[int, Any, list[torch.Tensor]]] = {}
         self.real_only = False
+        self.own_generator = False
+        self.trained = 0  # calls in training
         self.warned = False
         self.compiled = False
         self.marked = -1  # what it changes is marked since so many became real again
@@ -79,16 +83,17 @@ class Regions:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, _Forwards] = (
+        self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, Forwards] = (
             weakref.WeakKeyDictionary()
         )
         self._graph = False  # a forward with gradients ran for real since the last backward
-        self._grads: dict[int, list[torch.Tensor]] = {}  # call site -> parameters it gave grads
+        # call site -> the different lists of parameters that it gave gradients
+        self._grads: dict[int, list[list[torch.Tensor]]] = {}
         # by id, since tensors compare elementwise
         self._zeros: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._unused: dict[int, tuple[bool, ...]] = {}
         self.steps = Steps(session)
-        self.outputs = Outputs(session, self.steps.known)
+        self.outputs = Outputs(session, self.steps.known, self.steps.taken)
 
     # --- forward
 
@@ -126,12 +131,13 @@ class Regions:
         with session.quiet():
             known = self._forwards.get(module)
             if known is None:
-                known = self._forwards[module] = _Forwards()
-                known.real_only = standins.has_own_generator(module)
+                known = self._forwards[module] = Forwards()
+                known.own_generator = standins.has_own_generator(module)
+                known.real_only = known.own_generator
                 known.compiled = standins.is_compiled(module)
             named = standins.signature(kwargs) if kwargs else None
             key = standins.signature(args), named, module.training, standins.context()
-            calls, cached = known.outputs.get(key, (0, None))
+            calls, cached, _ = known.outputs.get(key, (0, None, []))
             real = (
                 known.real_only
                 or calls < REAL_CALLS
@@ -140,9 +146,9 @@ class Regions:
                 or _will_rebuild_buckets(module)
             )
             before = standins.python_values(module) if real else None
-            states = None
-            if session.near_target() and torch.is_grad_enabled() and session.randomness is not None:
-                states = session.randomness.whole()
+            again = None
+            if session.remembers_outputs():
+                again = self.outputs.about_to_call(original, module, args, kwargs, known)
             ran = []
 
             def run() -> Any:
@@ -160,25 +166,16 @@ class Regions:
             elif session.past is not None and torch.is_grad_enabled():
                 self._graph = True
             self._mark_forward(known, module, output, bool(ran))
-            if states is not None:
-                graph = standins.differentiable(output)
-                output, slot, leaves = standins.with_slot(output)
-                slot.real = graph  # a stand-in's own graph ends at once
-                if leaves:
-                    self.outputs.add(
-                        lambda: original(module, *args, **kwargs),
-                        module,
-                        (args, kwargs),
-                        states,
-                        slot,
-                        leaves,
-                        self.steps.taken,
-                    )
+            if module.training:
+                known.trained += 1
+            if again is not None:
+                again.ran = bool(ran)
+                output = self.outputs.add(again, output)
             self._fill(output, ordinal)
         return output
 
     def _mark_forward(
-        self, known: _Forwards, module: torch.nn.Module, output: Any, ran: bool
+        self, known: Forwards, module: torch.nn.Module, output: Any, ran: bool
     ) -> None:
         """What a forward gave and changed is unreal, unless it really ran on real values."""
         unreal = self.session.unreal
@@ -223,7 +220,7 @@ class Regions:
 
     def _learn(
         self,
-        known: _Forwards,
+        known: Forwards,
         key: Any,
         calls: int,
         output: Any,
@@ -241,7 +238,13 @@ class Regions:
                 f"{type(module).__name__} keeps tensors between calls that are not buffers: their "
                 "values are not replayed"
             )
-        known.outputs[key] = calls + 1, standins.keep_output(output)
+        behind = known.outputs[key][2] if calls else []
+        kept = standins.keep_output(output)
+        if calls < REAL_CALLS and torch.is_grad_enabled():
+            behind = self._led_to(standins.tensors(output))
+        for leaf in standins.tensors(kept):
+            leaf.__dict__[BEHIND] = behind
+        known.outputs[key] = calls + 1, kept, behind
 
     def forget(self) -> None:
         """The replay is over: let go of what stood for results."""
@@ -260,18 +263,42 @@ class Regions:
             frame = sys._getframe(1)
             if session.poison is not None:
                 session.poison.check(tensors)
+            real = self._through_outputs(original, tensors, args, kwargs)
             if session.replaying:
-                return self._replay_backward(
-                    lambda: original(tensors, *args, **kwargs), tensors, frame
-                )
+                return self._replay_backward(real, tensors, frame)
             # Before it runs: the peers may pass the boundary as soon as they have this rank's last
             # gradient, and a replacement can't compute the loss again (its weights are newer).
             values = [_item(t.detach()) for t in _scalars(tensors)]
             payload = _ORDINAL.pack(session.ordinal + 1) + marshal.dumps(values)
             session.append(kinds.LOSS, session.site(frame), payload)
-            return session.run_region(lambda: original(tensors, *args, **kwargs))[0]
+            return session.run_region(real)[0]
 
         return call
+
+    def _through_outputs(
+        self, original: Callable[..., Any], tensors: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> Callable[[], Any]:
+        """The script's backward, and what follows it in outputs that were computed again."""
+
+        def real(**also: Any) -> Any:
+            return original(tensors, *args, **kwargs, **also)
+
+        outputs, session = self.outputs, self.session
+        remembers = session.replaying and session.remembers_outputs()
+        if not remembers and not outputs.waits():
+            return real
+        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
+        names = "gradient", "retain_graph", "create_graph", "inputs"
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if given.get("create_graph") or given.get("inputs") is not None:
+            outputs.partly(roots)
+            return real
+        retain = bool(given.get("retain_graph"))
+        if remembers and not retain:
+            outputs.spend(roots)
+        if not outputs.waits():
+            return real
+        return lambda: outputs.backward(real, roots, retain)
 
     def _parameters(self) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
@@ -301,8 +328,12 @@ class Regions:
                 for p, (grad, version) in zip(parameters, before, strict=True)
                 if p.grad is not None and (p.grad is not grad or p.grad._version != version)
             ]
-            if touched:
-                self._grads[site] = touched
+            if not (session.starting() or completing or session.past is not None):
+                # Some of its graph may be stand-ins', which give nothing.
+                behind = [p for p in self._led_to(tensors) if p.grad is None]
+                self._zero_grads(behind)
+                touched += behind
+            self._note_touched(site, touched)
             reduced: set[int] = set()
             if completing and session.results_given > given and session.results_missing == missing:
                 reduced = self._reduced_by_ddp()
@@ -312,7 +343,8 @@ class Regions:
                 session.unreal.mark_all(unreal, "backward")
         else:
             value, _ = session.replay_region(
-                self._quiet(real), lambda _: lambda: self._zero_grads(site)
+                self._quiet(real),
+                lambda _: lambda: self._zero_grads(self._of_site(site, tensors)),
             )
         for tensor, number in zip(_scalars(tensors), logged, strict=False):
             fill_scalar(session, tensor, number)
@@ -365,10 +397,34 @@ class Regions:
         values = marshal.loads(record.payload[_ORDINAL.size :])
         return list(values)
 
-    def _zero_grads(self, site: int) -> None:
-        parameters = self._grads.get(site)
+    def _note_touched(self, site: int, touched: list[torch.Tensor]) -> None:
+        known = self._grads.setdefault(site, [])
+        ids = {id(p) for p in touched}
+        if touched and all({id(p) for p in others} != ids for others in known):
+            known.append(touched)
+
+    def _of_site(self, site: int, tensors: Any) -> list[torch.Tensor]:
+        """The parameters that a skipped backward gives gradients."""
+        known = self._grads.get(site)
+        if not known:
+            return self._parameters()
+        if len(known) == 1:
+            return known[0]
+        return self._led_to(tensors) or known[-1]
+
+    def _led_to(self, tensors: Any) -> list[torch.Tensor]:
+        """The parameters to which graphs lead, those of stand-ins as the ones they stand for."""
+        with self.session.quiet():
+            found: dict[int, torch.Tensor] = {}
+            for node in nodes((tensors,) if isinstance(tensors, torch.Tensor) else tensors):
+                leaf = getattr(node, "variable", None)
+                if isinstance(leaf, torch.Tensor) and leaf is not standins.anchor():
+                    found.update((id(p), p) for p in leaf.__dict__.get(BEHIND, (leaf,)))
+        return list(found.values())
+
+    def _zero_grads(self, parameters: list[torch.Tensor]) -> None:
         unreal = self.session.unreal
-        for parameter in self._parameters() if parameters is None else parameters:
+        for parameter in parameters:
             grad = parameter.grad
             if grad is None:
                 known = self._zeros.get(id(parameter))
@@ -397,12 +453,13 @@ class Regions:
 
             if session.poison is not None:
                 session.poison.check((outputs, inputs))
+            self.outputs.partly((outputs,) if isinstance(outputs, torch.Tensor) else outputs)
             if not session.replaying:
                 return session.run_region(real)[0]
             site = session.site(sys._getframe(1))
             several = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
             with session.quiet():
-                value = self._replay_grad(real, several, site)
+                value = self._replay_grad(real, outputs, several, site)
                 if session.unreal is not None:
                     session.unreal.mark_all(standins.tensors(value), "autograd.grad")
             return value
@@ -410,14 +467,18 @@ class Regions:
         return call
 
     def _replay_grad(
-        self, real: Callable[[], Any], several: tuple[torch.Tensor, ...], site: int
+        self, real: Callable[[], Any], roots: Any, several: tuple[torch.Tensor, ...], site: int
     ) -> Any:
         session = self.session
-        if self._graph or session.starting() or site not in self._unused:
+        if (
+            session.starting()
+            or session.completes()
+            or ((site not in self._unused or self._graph) and not self._is_stood_for(roots))
+        ):
             value = session.replay_region(self._loud(real), lambda _: None)[0]
             self._unused[site] = tuple(g is None for g in value)
             return value
-        unused = self._unused[site]
+        unused = self._unused.get(site, (False,) * len(several))
         return session.replay_region(
             real,
             lambda _: lambda: tuple(
@@ -425,6 +486,15 @@ class Regions:
                 for i, no in zip(several, unused, strict=True)
             ),
         )[0]
+
+    def _is_stood_for(self, roots: Any) -> bool:
+        """Whether a graph has stand-ins in it, behind which there is nothing."""
+        return any(
+            BEHIND in leaf.__dict__
+            for node in nodes((roots,) if isinstance(roots, torch.Tensor) else roots)
+            if isinstance(leaf := getattr(node, "variable", None), torch.Tensor)
+        )
+
 
 def install(session: Session) -> Regions:
     """Wrap modules, backward and optimizers."""

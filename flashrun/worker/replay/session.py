@@ -15,7 +15,6 @@ import struct
 import sys
 import threading
 import time
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -23,7 +22,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
+from torch.utils.weak import TensorWeakRef
 
 from flashrun.errors import writing_remedy
 from flashrun.worker import own_code
@@ -48,6 +47,8 @@ _BEGAN = struct.Struct("<q")
 _RAISED = struct.Struct("<Q")
 REAL_INTERVALS = 2  # intervals 0 and 1 run for real, so that lazy state exists
 TAIL_INTERVALS = 2  # the last intervals before the target fetch for real
+# before the target in which outputs are remembered: as many steps may follow with one in use
+OUTPUT_INTERVALS = 16
 _TORCH_DATA = os.path.join("torch", "utils", "data") + os.sep
 
 
@@ -83,7 +84,7 @@ class Session:
         self.recent: Recent | None = None
         self.unreal: Unreal | None = None  # in catch-up
         self.poison: Poison | None = None  # after a join, while anything of it is left
-        self.carried: list[weakref.ref[torch.Tensor]] = []  # right at the last boundary
+        self.carried: list[TensorWeakRef] = []  # right at the last boundary
         self.failure: Divergence | None = None
         self.answers: deque[Record] = deque()  # the outside world's, in the interval in flight
         self.patches = Patches()
@@ -94,6 +95,7 @@ class Session:
         self.muted: Muted | None = None
         self.target: int | None = None
         self.completing = -1  # the interval that `completes`
+        self.computing = False  # outputs, after a join
         self.results_given = self.results_missing = 0  # collectives that gave those, or could not
         self.began = 0  # ns of the epoch; when the script began
         self.copied = False  # the log is a copy from another node
@@ -495,11 +497,24 @@ class Session:
         """In an interval whose collectives give real results (`completion`)."""
         return self.completing == self.boundary
 
+    def complete(self, b: int) -> None:
+        """See `Replay.complete_interval`."""
+        self.completing = b
+        if self.regions is not None:
+            self.regions.outputs.before_completion()
+
     def near_target(self) -> bool:
         """In the last intervals before the target. While it is unknown it may be any from the
         log's last boundary but one."""
+        return self._within(TAIL_INTERVALS)
+
+    def remembers_outputs(self) -> bool:
+        """In the intervals whose outputs may be in use where the replay ends."""
+        return self._within(OUTPUT_INTERVALS)
+
+    def _within(self, intervals: int) -> bool:
         target = self.target if self.target is not None else self._newest - 1
-        return self.boundary >= target - TAIL_INTERVALS
+        return self.boundary >= target - intervals
 
     def at_boundary(self, b: int) -> None:
         """See `Replay.at_boundary`."""
@@ -527,11 +542,12 @@ class Session:
         logged = randomness.boundary_state(b)
         if logged is not None and self.past is None and logged != whole:
             raise self.diverged(f"the random states at boundary {b} are not the logged ones")
+        hoped = self.regions.outputs.keep_usable() if self.regions is not None else set()
         if self.loaders is not None:
             self.loaders.make_real()
             self.loaders.forget()
         randomness.restore_whole(whole)
-        self._find_poison(b)
+        self._find_poison(b, hoped)
         here = self.reader.here
         self.answers = world.in_flight(self.reader) if self.past is None else deque()
         try:
@@ -557,7 +573,7 @@ class Session:
         if self.copied:
             self.uncertain = b
 
-    def _find_poison(self, b: int) -> None:
+    def _find_poison(self, b: int, hoped: set[int]) -> None:
         """See what is still unreal: the rest of it must not be used."""
         if self.unreal is None or self.regions is None:
             return
@@ -571,17 +587,17 @@ class Session:
         self.regions.forget()
         self.poison = Poison(self, b)
         restored = [*(ref() for ref in self.carried), *self.rt.fills(b)]
-        self.poison.find(list(self.regions.steps.known), restored)
+        self.poison.find(list(self.regions.steps.known), restored, hoped)
 
     def after_state(self) -> None:
         """See `Replay.after_state`."""
         if self.regions is None or self.poison is None:
             return
-        depth, self.depth = self.depth, 1
+        self.computing = True
         try:
-            real = self.regions.outputs.after_state()
+            real = self.regions.outputs.after_state(self.poison.unreal())
         finally:
-            self.depth = depth
+            self.computing = False
         if self.randomness is not None:
             self.randomness.rebase()
         if not self.poison.spread(real):

@@ -56,14 +56,24 @@ def can_stand_in(output: Any) -> bool:
 
 
 class Slot:
-    """The real outputs behind stand-ins, once there are any."""
+    """Where what flows back into outputs goes on, if not to where they came from.
 
-    def __init__(self) -> None:
+    Attributes:
+        real: the outputs as they were computed again.
+        later: gets this and the gradients then, for the end of the backward.
+        spent: backward has run through the graph, and has not kept it.
+    """
+
+    __slots__ = ("__weakref__", "later", "real", "spent")
+
+    def __init__(self, later: list[Any]) -> None:
         self.real: list[torch.Tensor] | None = None
+        self.later = later
+        self.spent = False
 
 
 class _Kept(torch.autograd.Function):
-    """Outputs that have a graph of their own; what flows back goes on into the real ones."""
+    """Outputs whose graph can be exchanged."""
 
     @staticmethod
     def forward(ctx: Any, slot: Slot, anchor: torch.Tensor, *kept: torch.Tensor) -> Any:
@@ -73,17 +83,17 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        real = ctx.slot.real
-        if real is not None:
-            pairs = [(r, g) for r, g in zip(real, grads, strict=True) if g is not None]
-            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        if ctx.slot.real is None:
+            return (None, None, *grads)
+        ctx.slot.later.append((ctx.slot, grads))
         return (None, None, *[None for _ in grads])
 
 
 _anchors: list[torch.Tensor] = []
 
 
-def _anchor() -> torch.Tensor:
+def anchor() -> torch.Tensor:
+    """A leaf that makes a graph of what has none."""
     if not _anchors:
         _anchors.append(torch.zeros((), requires_grad=True))
     return _anchors[0]
@@ -109,7 +119,7 @@ def _copy(kept: Any) -> Any:
     if kept.requires_grad:
         if kept.numel() <= LARGE:
             return kept.clone()  # not a leaf, so that the script may change it in place
-        return _Kept.apply(Slot(), _anchor(), kept.detach())[0]  # type: ignore[no-untyped-call]
+        return _Kept.apply(Slot([]), anchor(), kept)[0]  # type: ignore[no-untyped-call]
     return kept.clone() if kept.numel() <= LARGE else kept.detach()
 
 
@@ -120,14 +130,14 @@ def copy_output(kept: Any) -> Any:
     return pytree.tree_map(_copy, kept)
 
 
-def with_slot(output: Any) -> tuple[Any, Slot, list[torch.Tensor]]:
-    """The same output, detached behind a slot; also its differentiable leaves."""
-    slot = Slot()
+def with_slot(output: Any, later: list[Any]) -> tuple[Any, Slot, list[torch.Tensor]]:
+    """The same output behind a slot; also its differentiable leaves."""
+    slot = Slot(later)
     leaves, spec = pytree.tree_flatten(output)
     at = [i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad]
     if at:
         fresh = _Kept.apply(  # type: ignore[no-untyped-call]
-            slot, _anchor(), *[leaves[i].detach() for i in at]
+            slot, anchor(), *[leaves[i] for i in at]
         )
         for i, new in zip(at, fresh, strict=True):
             leaves[i] = new
