@@ -7,9 +7,11 @@ Worker to agent, each with ``rank`` and ``incarnation`` in its first message of 
 ``suspect``   generation, error: a collective failed here
 ``held``      generation, boundary, state (has it the state of that boundary?), finished, groups,
               check: it stands still and can take part in that generation. groups: ident ->
-              {ranks, base, issued, done}; check: what must be equal at that boundary; kept: names
-              of what the script keeps in places of its own and this rank has copies of; taken: of
-              what a replacement needs of that
+              {ranks, base, before, issued, done}, base and before: operations until this boundary
+              and the one before; check: what must be equal at that boundary, line: names the
+              iterations that it has shadowed under Join; kept: names of what the script keeps in
+              places of its own and this rank has copies of; taken: of what a replacement needs of
+              that
 ``built``     generation, seconds, bytes: its communicators are there and it has the state
 ``live``      generation: the script goes on
 ``failed``    generation, error: it could not do its part (a peer went away)
@@ -17,8 +19,9 @@ Worker to agent, each with ``rank`` and ``incarnation`` in its first message of 
               worker was)
 ``finished``  boundary: the script has ended well; it stays to serve
 ``digest``    generation, tensors: name -> hash, of the state at the target
-``replicas``  boundary, tensors: name -> hash, own: likewise, bytes, confirm: it waits for the
-              comparison
+``replicas``  boundary, tensors: name -> hash, own: likewise, bytes, trees: hash of what else
+              optimizers hold, line: as in check, settles: a Join of uneven inputs ends here,
+              confirm: it waits for the comparison
 ``event``     event: one structured event for the log
 
 Agent to worker:

@@ -3,11 +3,14 @@ where the script is, which operations are issued again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flashrun.messages import Message
+
+NOTHING: Mapping[str, str] = {}
 
 
 @dataclass
@@ -37,33 +40,113 @@ class Rank:
     spawned: bool = False  # a replacement that has not been live yet
 
 
-def donors_of(ranks: Sequence[Rank], rank: int) -> dict[str, int]:
-    """Who came with all that `rank` needs; a rank may have something that the others have not."""
-    mine = _shape_of(ranks[rank])
+def donors_of(
+    ranks: Sequence[Rank], rank: int, alike: Mapping[str, str] = NOTHING
+) -> dict[str, int]:
+    """Who came with all that `rank` needs; a rank may have something that the others have not.
+
+    Args:
+        alike: as for `line_of`.
+    """
+    mine = _kind_of(ranks[rank], alike)
     return {
         str(i): r.port
         for i, r in enumerate(ranks)
-        if r.held is not None and r.held["state"] and _shape_of(r) == mine
+        if r.held is not None and r.held["state"] and _kind_of(r, alike) == mine
     }
 
 
-def _shape_of(who: Rank) -> Any:
-    return who.held["check"].get("state") if who.held is not None else None
+def _kind_of(who: Rank, alike: Mapping[str, str]) -> tuple[Any, str] | None:
+    if who.held is None:
+        return None
+    return who.held["check"].get("state"), line_of(who.held["check"], alike)
 
 
-def mismatch(ranks: Sequence[Rank], target: int) -> str | None:
-    """In what the ranks differ that are all held at boundary `target`; None: in nothing."""
+def line_of(word: Mapping[str, Any], alike: Mapping[str, str]) -> str:
+    """Ranks of one line are replicas (see flashrun/worker/uneven.py).
+
+    Args:
+        word: what a rank has said of itself.
+        alike: line -> the one whose state it was found to have when the ranks were compared last.
+    """
+    line: str = word.get("line", "")
+    return alike.get(line, line)
+
+
+def out_of_step(ranks: Sequence[Rank], target: int) -> str | None:
+    """Why boundary numbers don't mean the same on all ranks, where some have no more batches; None:
+    they do, or that is not why."""
+    held = [(i, r.held) for i, r in enumerate(ranks) if r.state and r.held is not None]
+    joined = [i for i, word in held if word["check"].get("shadowed")]
+    if not joined:
+        return None
+    counted: dict[tuple[str, int], set[int]] = {}  # operations before a boundary
+    for _, word in held:
+        at = int(word["boundary"])
+        for ident, group in word["groups"].items():
+            for boundary, number in ((at, group["base"]), (at - 1, group.get("before"))):
+                if number is not None:
+                    counted.setdefault((ident, boundary), set()).add(number)
+    beyond = [
+        ident
+        for _, word in held
+        for ident, group in word["groups"].items()
+        if group["issued"] > min(counted.get((ident, int(word["boundary"]) + 1), {math.inf}))
+    ]
+    together = all(int(word["boundary"]) >= target - 1 for _, word in held)
+    if together and not beyond and all(len(numbers) == 1 for numbers in counted.values()):
+        return None
+    return (
+        f"rank(s) {joined} have no more batches (Join), and the others don't take one step for each"
+        " of theirs: they accumulate gradients, or have several optimizers"
+    )
+
+
+def _nobody_has(
+    ranks: Sequence[Rank], rank: int, target: int, alike: Mapping[str, str]
+) -> str:
+    """Why a rank that is held has no donor."""
+    checks = {i: r.held["check"] for i, r in enumerate(ranks) if r.held is not None}
+    mine = checks.pop(rank)
+    others = [check for i, check in checks.items() if ranks[i].state]
+    if any(line_of(check, alike) == line_of(mine, alike) for check in others):
+        return (
+            f"no survivor has what rank {rank} has at boundary {target}: names and"
+            " shapes of the state differ"
+        )
+    if mine.get("shadowed"):
+        what = "ran out of batches when it did"
+    elif all(check.get("shadowed") for check in others):
+        what = "was still training"
+    else:
+        return (
+            f"rank {rank} has a state of its own since a Join of uneven inputs, at whose end only"
+            " the model is made the same"
+        )
+    return f"rank {rank} alone {what} (Join), and nobody else has its state"
+
+
+def mismatch(
+    ranks: Sequence[Rank], target: int, alike: Mapping[str, str] = NOTHING
+) -> str | None:
+    """In what the ranks differ that are all held at boundary `target`; None: in nothing.
+
+    Args:
+        alike: as for `line_of`.
+    """
     checks = [(i, r.held["check"]) for i, r in enumerate(ranks) if r.held is not None]
     donor, right = next((i, c) for i, c in checks if ranks[i].state)
+    firsts: dict[str, tuple[int, str]] = {}  # of each line, and where it is
     for rank, check in checks:
-        if not ranks[rank].state and not donors_of(ranks, rank):
+        if not ranks[rank].state and not donors_of(ranks, rank, alike):
+            return _nobody_has(ranks, rank, target, alike)
+        first, site = firsts.setdefault(line_of(check, alike), (rank, check["site"]))
+        if check["site"] != site:
             return (
-                f"no survivor has what rank {rank} has at boundary {target}: names and"
-                " shapes of the state differ"
+                f"rank {rank} and rank {first} differ at boundary {target} in the optimizer call:"
+                f" {check['site']} and {site}"
             )
         where = f"rank {rank} and rank {donor} differ at boundary {target} in"
-        if check["site"] != right["site"]:
-            return f"{where} the optimizer call: {check['site']} and {right['site']}"
         if not _like(check["buckets"], right["buckets"]):
             return (
                 f"{where} how DDP has put gradients into buckets (does each rank use the same"

@@ -28,8 +28,15 @@ from flashrun.control.commands import (
     Send,
     Spawn,
 )
-from flashrun.control.held import Rank, donors_of, first_again, mismatch, numbers
-from flashrun.control.replicas import compare, kept_of, named
+from flashrun.control.held import (
+    Rank,
+    donors_of,
+    first_again,
+    mismatch,
+    numbers,
+    out_of_step,
+)
+from flashrun.control.replicas import alike_in, by_line, compare, kept_of, named
 from flashrun.messages import SAME_BUFFERS, Message
 
 SLOWEST = 50e6  # bytes/s of state that a peer sends at least
@@ -98,6 +105,8 @@ class RecoveryMachine:
         self.restart_only: str | None = None
         self.peerless: dict[str, str] = {}  # rank -> what only it has
         self.proved = False
+        self.alike: dict[str, str] = {}  # lines of ranks that have the same state
+        self.alone: list[int] = []  # ranks that were told to have a state of their own
         self.private: list[str] = []  # buffers that differ between ranks
         self.size = 0  # bytes of one rank's state
         self.shared: list[str] = []  # what scripts keep in places of their own, equal everywhere
@@ -412,6 +421,9 @@ class RecoveryMachine:
         self.target = target = max(at.values())
         self.marks["held"] = now
         behind = {i: b for i, b in at.items() if b < target}
+        reason = out_of_step(self.ranks, target)
+        if reason is not None:
+            return self.restart(reason)
         if any(b < target - 1 for b in behind.values()):
             return self.restart(
                 f"boundaries {at} are more than one apart: the ranks don't step together"
@@ -482,7 +494,7 @@ class RecoveryMachine:
         held = [r.held for r in self.ranks if r.held is not None]
         taken = {name for word in held for name in word.get("taken", ())}
         self.plan["own"] = sorted(taken)  # what the others have, too, is not looked at
-        reason = mismatch(self.ranks, self.target) or self._compared()
+        reason = mismatch(self.ranks, self.target, self.alike) or self._compared()
         if reason:
             return self.restart(reason)
         first, reason = first_again(self.ranks)
@@ -500,7 +512,8 @@ class RecoveryMachine:
         return [self._tell_rebuild(i) for i in range(len(self.ranks))]
 
     def _tell_rebuild(self, rank: int) -> Send:
-        return Send(rank, {**self.building, "donors": donors_of(self.ranks, rank)})
+        donors = donors_of(self.ranks, rank, self.alike)
+        return Send(rank, {**self.building, "donors": donors})
 
     def _go(self, now: float) -> list[Command]:
         self.marks["rebuilt"] = now
@@ -616,10 +629,12 @@ class RecoveryMachine:
             return []
         self.proofs = {b: p for b, p in self.proofs.items() if int(b) > int(boundary)}
         verdict = compare(proofs)
+        lines = by_line(proofs, proofs, self.alike)
+        differing = [name for line in lines for name in compare(line).differing]
         if any(p.get("confirm") for p in proofs.values()):
-            if verdict.differing:
+            if differing:
                 return self.restart(
-                    f"after a recovery {named(verdict.differing)} differs between ranks at boundary"
+                    f"after a recovery {named(differing)} differs between ranks at boundary"
                     f" {boundary} (changed between a step and the next collective?)"
                 )
             word = {"op": "confirmed", "boundary": int(boundary)}
@@ -627,7 +642,8 @@ class RecoveryMachine:
         else:
             commands = []
         own = kept_of(proofs)
-        lost = sorted(own.apart.intersection(self.plan.get("own", ())))
+        apart = {name for line in lines for name in kept_of(line).apart}
+        lost = sorted(apart.intersection(self.plan.get("own", ())))
         if lost and commands:
             return self.restart(
                 f"after a recovery {named(lost)} differs between ranks at boundary {boundary}"
@@ -641,6 +657,8 @@ class RecoveryMachine:
         for rank, name in verdict.lonely.items():
             self.peerless.setdefault(str(rank), name)
         self.size = verdict.size
+        self.alike = alike_in(proofs)
+        commands += self._tell_alone(proofs, verdict.differing)
         if self.restart_only is not None:
             return commands
         first, self.proved = not self.proved, True
@@ -649,8 +667,8 @@ class RecoveryMachine:
             self.restart_only = (
                 f"rank(s) {unformed} have formed no process group that flashrun carries"
             )
-        elif verdict.differing:
-            self.restart_only = f"{named(verdict.differing)} differs between ranks " + (
+        elif differing:
+            self.restart_only = f"{named(differing)} differs between ranks " + (
                 "(model not wrapped in DDP?)"
                 if first
                 else f"at boundary {boundary} (replicas that differ on purpose?)"
@@ -676,6 +694,21 @@ class RecoveryMachine:
             return commands
         return [*commands, Log(line, {"event": "recovery-class", "line": line})]
 
+    def _tell_alone(self, proofs: Mapping[str, Message], differing: list[str]) -> list[Command]:
+        """At the end of a Join say whose state nobody else has from now on, as it changes."""
+        if self.restart_only is not None or not any(p.get("settles") for p in proofs.values()):
+            return []
+        lines = by_line(proofs, proofs, self.alike)
+        alone = sorted(int(rank) for line in lines if len(line) == 1 for rank in line)
+        if alone == self.alone or not differing:
+            return []
+        self.alone = alone
+        line = (
+            f"recovery: rank(s) {alone} have a state of their own after a Join of uneven inputs"
+            f" ({named(differing)} differs): their loss restarts all"
+        )
+        return [Log(line if alone else "", {"event": "recovery-class", "line": line})]
+
     def _compared(self) -> str | None:
         """Why no survivor can be trusted as a donor, from their hashes at the target boundary."""
         if not self.plan["compare"]:
@@ -685,8 +718,14 @@ class RecoveryMachine:
             for i, r in enumerate(self.ranks)
             if r.digest is not None
         }
+        checks = {str(i): r.held["check"] for i, r in enumerate(self.ranks) if r.held is not None}
         apart = {*self.shared}.difference(self.plan["own"])
-        differing = [name for name in compare(digests).differing if name not in apart]
+        differing = [
+            name
+            for line in by_line(digests, checks, self.alike)
+            for name in compare(line).differing
+            if name not in apart
+        ]
         if not differing:
             return None
         return (

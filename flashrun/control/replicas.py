@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flashrun.control.held import line_of
 from flashrun.messages import Message
 
 
@@ -80,6 +81,40 @@ def compare(proofs: Mapping[str, Message]) -> Verdict:
         [name for name in differing if name in own],
         lonely,
         max(int(proof["bytes"]) for proof in proofs.values()),
+    )
+
+
+def by_line(
+    words: Mapping[str, Message], lines: Mapping[str, Message], alike: Mapping[str, str]
+) -> list[dict[str, Message]]:
+    """What ranks have said, in groups that must be replicas.
+
+    Args:
+        lines: rank -> where it says of which line it is (`line_of`).
+    """
+    groups: dict[str, dict[str, Message]] = {}
+    for rank, word in words.items():
+        groups.setdefault(line_of(lines[rank], alike), {})[rank] = word
+    return list(groups.values())
+
+
+def alike_in(proofs: Mapping[str, Message]) -> dict[str, str]:
+    """Which lines' ranks have the same state, in the form that `line_of` takes."""
+    firsts: dict[str, Message] = {}  # of each state
+    alike: dict[str, str] = {}
+    for proof in proofs.values():
+        line = proof.get("line", "")
+        if line not in alike:
+            alike[line] = next((n for n, first in firsts.items() if _same(first, proof)), line)
+            firsts.setdefault(alike[line], proof)
+    return alike
+
+
+def _same(one: Message, other: Message) -> bool:
+    return (
+        one.get("trees") == other.get("trees")
+        and one["tensors"].keys() == other["tensors"].keys()
+        and not compare({"0": one, "1": other}).differing
     )
 
 

@@ -41,6 +41,7 @@ def install(runtime: Runtime) -> Callable[[], None]:
                 result = step(*args, **kwargs)
             finally:
                 inside = False
+                runtime.in_step = False
             runtime.at_boundary()
             return result
 
@@ -53,13 +54,25 @@ def install(runtime: Runtime) -> Callable[[], None]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             laggard = runtime.laggard
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            mine = inside and threading.get_ident() == main
             if closure is None:
+                if mine and not runtime.in_step:
+                    runtime.begin_step()
                 return step(*args, **kwargs)
             if laggard.running:
                 runtime.diverged(laggard.called_back())
+
+            def evaluate() -> Any:
+                loss = closure()
+                if mine and not runtime.in_step:  # nothing is changed before it knows a loss
+                    runtime.begin_step()
+                return loss
+
             laggard.in_closure = True
             try:
-                return step(*args, **kwargs)
+                if len(args) > 1:
+                    return step(args[0], evaluate, *args[2:], **kwargs)
+                return step(*args, **{**kwargs, "closure": evaluate})
             finally:
                 laggard.in_closure = False
 
@@ -78,6 +91,7 @@ def install(runtime: Runtime) -> Callable[[], None]:
             result = scaled(self, target, *args, **kwargs)
         finally:
             inside = False
+            runtime.in_step = False
         runtime.at_boundary()
         return result
 

@@ -111,6 +111,7 @@ class Peers:
         """
         self.served.clear()
         self.kinds.clear()
+        self.bases.clear()
         wanted = {
             (ident, seq)
             for ident, number in (below or {}).items()
@@ -124,7 +125,7 @@ class Peers:
                 "what": "outputs", "generation": generation, "boundary": boundary, "below": below,
             }  # fmt: skip
             fetch = Fetch(address, self._token, request, 30)
-            self.bases = fetch.header["bases"]
+            self.bases.update(fetch.header["bases"])
             tensors = []
             for ident, seq, kind, shapes in fetch.header["outputs"]:
                 contents = [

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashrun.worker import proof
+from flashrun.worker.state import fingerprint
 
 if TYPE_CHECKING:
     from flashrun.worker.runtime import Runtime
@@ -33,11 +34,12 @@ class Proving:
         if self._gathered[-1] != interval:
             self._gathered = self._gathered[-1], interval
 
-    def at_boundary(self, b: int, due: bool) -> None:
+    def at_boundary(self, b: int, due: bool, settles: bool = False) -> None:
         """A boundary of a live rank that has its state.
 
         Args:
             due: see `proof.due`.
+            settles: ranks of several lines may have become replicas here (see `uneven`).
         """
         rt = self._rt
         confirm = self._joined_at < b <= self._joined_at + proof.AFTER_RECOVERY
@@ -48,14 +50,15 @@ class Proving:
             rt.own.find(rt.state.layout().tensors.values(), small_only=not prove)
         rt.own.at_boundary(b)
         if prove:
-            self._prove(confirm)
+            self._prove(confirm, settles)
 
-    def _prove(self, confirm: bool) -> None:
+    def _prove(self, confirm: bool, settles: bool) -> None:
         """Let the machine compare the ranks' states.
 
         Args:
             confirm: soon after a recovery, so before the script goes on and may write down a wrong
                 one.
+            settles: see `at_boundary`.
         """
         rt = self._rt
         layout = rt.state.layout()
@@ -65,6 +68,9 @@ class Proving:
             "tensors": proof.digests(layout.tensors),
             "buffers": layout.buffers,
             "bytes": layout.size(),
+            "trees": fingerprint(layout.trees),
+            "line": rt.line,
+            "settles": settles,
             "own": proof.digests(rt.own.copies(rt.boundary)),
             "confirm": confirm,
         }

@@ -81,6 +81,7 @@ class Rejoining:
                 done = op.seq + 1
             groups[ident] = {
                 "ranks": group.ranks, "base": base, "issued": group.seq, "done": done,
+                "before": group.base.get(rt.boundary - 1),
                 "serves": [op.seq for op in ops if op.served() is not None],
                 "lost": max((op.seq for op in ops if not op.reissuable()), default=-1),
             }  # fmt: skip
@@ -88,6 +89,8 @@ class Rejoining:
             "groups": {ident: rt.groups[ident].base.get(rt.boundary, 0) for ident in existing},
             "site": "{}:{}".format(*rt.sites.get(rt.boundary, ("", 0))),
             "buckets": rt.buckets.get(rt.boundary, []),
+            "line": rt.line,
+            "shadowed": rt.shadowed,
         }
         if rt.boundary:
             check["state"] = rt.state.shape_at(rt.boundary)
@@ -120,6 +123,11 @@ class Rejoining:
         if rt.has_state and rt.boundary < int(plan["target"]):
             rt.laggard.begin(plan)
             return
+        if rt.has_state and plan["receives"] and rt.half_stepped():
+            raise Divergence(
+                f"rank {rt.rank} waits in a collective within its optimizer's step (ZeRO, LBFGS),"
+                f" so what it has is no more the state of boundary {rt.boundary}"
+            )
         if rt.has_state and plan["compare"]:
             own = rt.own.copies(rt.boundary) if plan["own"] else {}
             own = {name: own[name] for name in plan["own"] if name in own}
@@ -193,6 +201,7 @@ class Rejoining:
             if group is not None:
                 group.seq += number - group.base.get(rt.boundary, 0)
                 group.base[rt.boundary] = number
+                group.base.pop(rt.boundary - 1, None)  # counted in the replay, so without these
 
     def _issue_again(self, generation: int, first: Mapping[str, int]) -> None:
         """What the interval had not completed everywhere, in the order of the script (rule 9)."""

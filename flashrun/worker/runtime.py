@@ -23,7 +23,7 @@ import torch
 from flashrun import messages
 from flashrun.messages import Message
 from flashrun.worker import boundary as boundary_hook
-from flashrun.worker import comm_hooks, process_group, proof, reductions, untraced
+from flashrun.worker import comm_hooks, process_group, proof, reductions, uneven, untraced
 from flashrun.worker.arrival import Arrival
 from flashrun.worker.backends import Choose, choose
 from flashrun.worker.bootstrap import Bootstrap
@@ -52,7 +52,7 @@ from flashrun.worker.rejoining import Rejoining
 from flashrun.worker.replay.api import Divergence, Mode, Replay
 from flashrun.worker.retention import Retention
 from flashrun.worker.sealing import Copied, Sealing
-from flashrun.worker.state import Objects, State
+from flashrun.worker.state import Objects, State, fingerprint
 from flashrun.worker.unchanged import Unchanged
 
 MARGIN = 300.0  # s beyond the machine's own deadlines that a worker waits for its word
@@ -74,6 +74,9 @@ class Runtime:
         patience: s in which a word of the machine comes, if one comes.
         has_state: the state here is that of `boundary`; False for a replacement until
             a donor has sent it.
+        in_step: an optimizer may have begun to change the state of `boundary`.
+        line: names what this rank has shadowed so far (see `uneven`).
+        shadowed: the last boundary ended an iteration that it shadowed.
     """
 
     def __init__(self, replay: Replay, environ: Mapping[str, str], choose: Choose) -> None:
@@ -96,6 +99,11 @@ class Runtime:
         self.pending = int(environ.get(messages.GENERATION, "0"))
         self.generation = self.pending if self.mode is Mode.LIVE else self.pending - 1
         self.has_state = self.mode is Mode.LIVE
+        self.in_step = False
+        self._steps_talk = False  # collectives were issued within a step
+        self._versions: list[Any] | None = None  # of the state when the step under way began
+        self.line = ""
+        self.shadowed = False
         self._replaying = False  # the replay is there to be told the target
         self.no_log = False
         self.target: int | None = None
@@ -154,6 +162,7 @@ class Runtime:
         else:
             self._start_catchup()
         boundary_hook.install(self)
+        uneven.install(self)
         untraced.leave_all_alone()  # of what is loaded by now
         atexit.register(self._at_exit)
         if self.mode is Mode.CATCHUP:
@@ -400,6 +409,7 @@ class Runtime:
     def issue(self, group: FlashProcessGroup, kind: str, args: tuple[Any, ...]) -> Op:
         """Log an operation and start it."""
         with self.lock:
+            self._steps_talk |= self.in_step
             counts = not KINDS[kind].point_to_point
             in_backward = torch._C._current_graph_task_id() != -1
             poisoned = self.replay.poisoned
@@ -580,7 +590,19 @@ class Runtime:
         if not self.boundary:
             self.own.before_first_step(self.state.layout().tensors.values())
 
-    def _close(self, interval: int) -> None:
+    def begin_step(self) -> None:
+        """From here on an optimizer may change the state of this boundary."""
+        self.in_step = True
+        # Mostly nobody can be held within a step, and that needs not be known.
+        self._versions = self.state.versions() if self._steps_talk else None
+
+    def half_stepped(self) -> bool:
+        """Whether what is here is not the state of `boundary` any more."""
+        return self.in_step and (
+            self._versions is None or self._versions != self.state.versions()
+        )
+
+    def close(self, interval: int) -> None:
         """Wait for what the script has left open in `interval`: what is in flight at a boundary
         could be neither repeated (its peers are a step further) nor logged (its outputs are what it
         may still write). A receive that is open may need a send that comes after the step, so it
@@ -598,13 +620,21 @@ class Runtime:
             else:
                 self.wait(op)
 
-    def at_boundary(self) -> None:
-        """An outermost step of an optimizer has returned."""
+    def at_boundary(self, shadowed: bool = False, prove: bool = False) -> None:
+        """An outermost step of an optimizer has returned.
+
+        Args:
+            shadowed: the others' has; this rank has taken none (see `uneven`).
+            prove: let the ranks be compared here in any case.
+        """
         live = self.mode is Mode.LIVE  # a replacement does not seal the boundary at which it joins
         b = self.boundary + 1
-        due = proof.due(b)
+        due = prove or proof.due(b)
         with self.lock:
             self.boundary = b
+            self.shadowed = shadowed
+            if shadowed:
+                self.line = fingerprint({"line": self.line, "boundary": b})
             self.log_of[b] = []
             self.retention.release(self.log_of.pop(b - 2, ()))
             self.retention.at_boundary(due and self.mode is Mode.LIVE)
@@ -614,7 +644,7 @@ class Runtime:
                     continue
                 group.base[b] = group.seq
                 group.base.pop(b - 2, None)
-        self._close(b - 1)
+        self.close(b - 1)
         frame = sys._getframe(2)
         self.sites[b] = frame.f_code.co_filename, frame.f_lineno
         self.sites.pop(b - 2, None)
@@ -637,7 +667,7 @@ class Runtime:
             if self.state.buffers:
                 self.private.keep(b, self.state.buffers)
         if self.mode is Mode.LIVE and self.has_state:
-            self.proving.at_boundary(b, due)
+            self.proving.at_boundary(b, due, settles=prove)
         if arrived:
             self.peers.served.clear()
             with self.hold_lock:

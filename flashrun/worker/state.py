@@ -243,6 +243,21 @@ class State:
         layout.tensors = tensors
         return layout
 
+    def versions(self) -> list[Any]:
+        """What tells whether an optimizer has changed anything since it was asked before."""
+        found: list[Any] = []
+        for _, optimizer in self.objects.optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    held = optimizer.state.get(parameter)
+                    values = held.values() if isinstance(held, dict) else ()
+                    for value in (parameter, *values):
+                        if isinstance(value, torch.Tensor):
+                            found.append(value._version)
+                        else:
+                            found.append(value if isinstance(value, (int, float)) else id(value))
+        return found
+
     def refresh(self, force: bool) -> None:
         """Look again at what there is, if there may be something new."""
         if force or self._version != self.objects.version:

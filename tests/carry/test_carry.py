@@ -70,8 +70,8 @@ KINDS = [
     Kind("hook_powersgd", restart="PowerSGD hook kept", either=True),
     Kind("best_restored", restart="script keeps best", either=True, after=0.2),
     Kind("local_sgd", restart="differs between ranks"),
-    Kind("join", ("1",), restart="step together|differs between ranks", after=0.4),
-    Kind("join", ("3",), restart="step together|differs between ranks", after=0.4, slow=True),
+    Kind("join", ("1",), restart="was still training", either=True),
+    Kind("join", ("3",), restart="was still training", either=True, slow=True),
     Kind("no_group", restart="had formed a process group"),
 ]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flashrun.control.held import Rank, donors_of, mismatch
+from flashrun.control.held import Rank, donors_of, mismatch, out_of_step
 
 ALL = {"0": [0, 1, 2], "1": [0, 1, 2]}
 
@@ -48,6 +48,9 @@ BUCKETS = "in how DDP has put gradients into buckets"
         (1, {"buckets": ["a1"]}, BUCKETS),  # another number of modules
         (1, {"state": "ee"}, "no survivor has what rank 1 has at boundary 7"),
         (2, {"state": "ee"}, None),  # what only a survivor has
+        (2, {"line": "j", "shadowed": True, "site": "join.py:9"}, None),  # rank 0 is like rank 1
+        (1, {"line": "j", "shadowed": True}, "rank 1 alone ran out of batches when it did (Join)"),
+        (1, {"line": "j"}, "rank 1 has a state of its own since a Join of uneven inputs"),
         (1, {"groups": {"0": 9, "1": 9}}, None),  # a replacement takes the others' numbers
         (
             2,
@@ -83,3 +86,36 @@ def test_who_has_what_a_rank_needs_gives_it() -> None:
     ranks = three(2, {"state": "ee"}, {})
     assert donors_of(ranks, 1) == {"0": 7}
     assert donors_of(three(1, {}, {}), 1) == {"0": 7, "2": 7}
+
+
+def test_lines_that_were_found_alike_give_each_other_state() -> None:
+    ranks = three(1, {"line": "j"}, {})
+    assert not donors_of(ranks, 1) and list(donors_of(ranks, 1, {"j": "", "": ""})) == ["0", "2"]
+    assert mismatch(ranks, 7, {"j": "", "": ""}) is None
+    for rank in (0, 2):
+        assert ranks[rank].held is not None
+        ranks[rank].held["check"]["shadowed"] = True
+    assert "rank 1 alone was still training (Join)" in str(mismatch(ranks, 7))
+
+
+@pytest.mark.parametrize(
+    ("shadowed", "behind", "says"),
+    [
+        (True, {"base": 10, "issued": 14}, None),
+        (True, {"base": 12, "issued": 14}, "rank(s) [1] have no more batches (Join)"),
+        (True, {"base": 10, "issued": 16}, "rank(s) [1] have no more batches (Join)"),
+        (False, {"base": 12, "issued": 14}, None),  # not for this reason
+    ],
+    ids=["in step", "other numbers", "beyond the boundary", "no Join"],
+)
+def test_who_shadows_counts_as_the_others(
+    shadowed: bool, behind: dict[str, int], says: str | None
+) -> None:
+    """Rank 1 is at boundary 6, rank 0 at 7, where it has had 15 operations."""
+    words = [(7, False, {"base": 15, "issued": 17, "before": 10}), (6, shadowed, behind)]
+    ranks = [
+        Rank(held={"boundary": at, "check": {"shadowed": joined}, "groups": {"0": group}})
+        for at, joined, group in words
+    ]
+    found = out_of_step(ranks, 7)
+    assert found is None if says is None else says in str(found)

@@ -163,6 +163,12 @@ def test_a_result_that_nobody_has_is_no_zero() -> None:
     assert "nobody has the result of allreduce" in outcome.reason
 
 
+def test_who_is_within_a_step_gives_no_state() -> None:
+    """Rank 1 dies in a second evaluation of the closure: the others have moved the weights."""
+    outcome = run(SMALL, "9", "4", "lbfgs", stuck=-1, dies_at=4)
+    assert outcome.end == "restart" and "within its optimizer's step" in outcome.reason, outcome
+
+
 def test_a_step_that_calls_back_is_not_taken_from_others() -> None:
     outcome = run(SMALL, "9", "4", "lbfgs", stuck=4)  # the last of the closure
     assert outcome.end == "restart" and "LBFGS" in outcome.reason, outcome

@@ -23,7 +23,7 @@ from flashrun.worker.peers import Peers
 from flashrun.worker.replay.api import Divergence, Replay
 from flashrun.worker.runtime import Runtime
 from flashrun.worker.transfer import Fetch
-from tests.inplace.harness import Job
+from tests.inplace.harness import Job, same
 from tests.inplace.test_recovery import at_collective, check
 
 torch.set_num_threads(1)  # before the forks: OpenMP does not survive them
@@ -240,6 +240,15 @@ def test_a_survivor_that_never_comes_to_a_collective() -> None:
         "rank(s) 0 did not come to its next collective within 0.5 s; if that can take longer, give"
         " a longer --recovery-timeout"
     )
+
+
+def test_collectives_at_the_beginning_of_a_step() -> None:
+    """Nothing is changed yet, so who waits there has the state of the boundary."""
+    wanted = Job("own_step.py", 3).run()
+    outcome = Job("own_step.py", 3, in_child=dies_in_interval(1, 4)).run()
+    assert outcome.end == "done", (outcome.reason, outcome.lines, outcome.output)
+    assert outcome.incarnations == [0, 1, 0]
+    assert not same(wanted.results, outcome.results)
 
 
 @pytest.mark.parametrize(
