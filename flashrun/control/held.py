@@ -115,15 +115,15 @@ def _nobody_has(
             " shapes of the state differ"
         )
     if mine.get("shadowed"):
-        what = "ran out of batches when it did"
+        what = "ran out of batches (Join) when no survivor did"
     elif all(check.get("shadowed") for check in others):
-        what = "was still training"
+        what = "was still training (Join), as no survivor was"
     else:
         return (
             f"rank {rank} has a state of its own since a Join of uneven inputs, at whose end only"
             " the model is made the same"
         )
-    return f"rank {rank} alone {what} (Join), and nobody else has its state"
+    return f"rank {rank} {what}, so nobody has its state"
 
 
 def mismatch(

@@ -49,7 +49,7 @@ BUCKETS = "in how DDP has put gradients into buckets"
         (1, {"state": "ee"}, "no survivor has what rank 1 has at boundary 7"),
         (2, {"state": "ee"}, None),  # what only a survivor has
         (2, {"line": "j", "shadowed": True, "site": "join.py:9"}, None),  # rank 0 is like rank 1
-        (1, {"line": "j", "shadowed": True}, "rank 1 alone ran out of batches when it did (Join)"),
+        (1, {"line": "j", "shadowed": True}, "rank 1 ran out of batches (Join) when no"),
         (1, {"line": "j"}, "rank 1 has a state of its own since a Join of uneven inputs"),
         (1, {"groups": {"0": 9, "1": 9}}, None),  # a replacement takes the others' numbers
         (
@@ -95,7 +95,7 @@ def test_lines_that_were_found_alike_give_each_other_state() -> None:
     for rank in (0, 2):
         assert ranks[rank].held is not None
         ranks[rank].held["check"]["shadowed"] = True
-    assert "rank 1 alone was still training (Join)" in str(mismatch(ranks, 7))
+    assert "rank 1 was still training (Join), as no survivor was" in str(mismatch(ranks, 7))
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,8 @@ def test_one_that_trains_is_replaced_by_another_that_does() -> None:
 @pytest.mark.parametrize(
     ("kind", "counts", "rank", "interval", "says"),
     [
-        ("sgd", UNEVEN, 2, 4, "rank 2 alone was still training (Join), and nobody else has its"),
-        ("sgd", "2,3,5", 0, 4, "rank 0 alone ran out of batches when it did (Join)"),
+        ("sgd", UNEVEN, 2, 4, "rank 2 was still training (Join), as no survivor was"),
+        ("sgd", "2,3,5", 0, 4, "rank 0 ran out of batches (Join) when no survivor did"),
         ("adam", UNEVEN, 2, 8, "rank 2 has a state of its own since a Join of uneven inputs"),
         ("accumulate", "4,4,8", 0, 3, "they accumulate gradients, or have several optimizers"),
         ("two", UNEVEN, 0, 7, "they accumulate gradients, or have several optimizers"),
