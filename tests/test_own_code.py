@@ -20,30 +20,48 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def begun(folder: Path, fresh: bool) -> OwnCode:
+    """As in a worker that has imported torch."""
+    own = OwnCode(folder / "log", fresh)
+    own.settle([])
+    return own
+
+
 def test_what_it_has_run_each_time(tmp_path: Path, file: Path) -> None:
-    live = OwnCode(tmp_path / "log", fresh=True)
+    live = begun(tmp_path, fresh=True)
     assert live.then(str(file)) is None
     file.write_text("sécond\n")
     assert live.then(str(file)) is None  # loaded anew
     file.write_text("third")
-    replay = OwnCode(tmp_path / "log", fresh=False)
+    replay = begun(tmp_path, fresh=False)
     assert replay.then(str(file)) == b"first"
     assert replay.then(str(file)) == "sécond\n".encode()
     linecache.checkcache(str(file))
     assert linecache.getline(str(file), 1) == "sécond\n"
     assert replay.then(str(file)) is None  # it goes on, and so does its log
     file.write_text("fourth")
-    again = OwnCode(tmp_path / "log", fresh=False)
+    again = begun(tmp_path, fresh=False)
     assert [again.then(str(file)) for _ in range(4)] == [
         b"first", "sécond\n".encode(), b"third", None,
     ]  # fmt: skip
-    assert OwnCode(tmp_path / "log", fresh=True).then(str(file)) is None  # another round
+    assert begun(tmp_path, fresh=True).then(str(file)) is None  # another round
     file.write_text("fifth")
-    assert OwnCode(tmp_path / "log", fresh=False).then(str(file)) == b"fourth"
+    assert begun(tmp_path, fresh=False).then(str(file)) == b"fourth"
+
+
+def test_before_torch_is_there_nothing_is_open(tmp_path: Path, file: Path) -> None:
+    """Many scripts never import it; what was run until then is kept all the same."""
+    before = os.listdir("/proc/self/fd")
+    live = OwnCode(tmp_path / "log", fresh=True)
+    live.then(str(file))
+    assert os.listdir("/proc/self/fd") == before and not (tmp_path / "log").exists()
+    live.settle([])
+    file.write_text("second")
+    assert OwnCode(tmp_path / "log", fresh=False).then(str(file)) == b"first"
 
 
 def test_packages_and_children_are_not_kept(tmp_path: Path, file: Path) -> None:
-    live = OwnCode(tmp_path / "log", fresh=True)
+    live = begun(tmp_path, fresh=True)
     for package in (os, pytest):
         live.then(str(package.__file__))
     pid = os.fork()

@@ -23,7 +23,7 @@ from typing import Any
 
 import flashrun
 from flashrun import messages
-from flashrun.worker.replay.journal import Reader, Writer
+from flashrun.worker.replay.journal import Position, Reader, Writer
 
 FOLDER = "code"  # beside the host-read log
 _SOURCE = 1  # kind of a record: path, newline, source
@@ -64,15 +64,21 @@ class OwnCode:
         self._seen: set[str] = set()
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        # Until torch is there: a script that never imports it has no descriptor of ours.
+        self._early: list[tuple[str, bytes]] | None = []
         self._writer: Writer | None = None
+        self._folder = folder
+        self._end: Position | None = None
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            end = None if fresh else self._load(folder)
-            self._writer = Writer(folder, end)
+            if fresh:
+                for old in folder.glob("log.*"):
+                    old.unlink()  # of another round
+            else:
+                self._end = self._load(folder)
         except OSError as error:
             self._failure = error
 
-    def _load(self, folder: Path) -> Any:
+    def _load(self, folder: Path) -> Position | None:
         try:
             reader = Reader(folder)
         except (FileNotFoundError, ValueError):
@@ -105,7 +111,12 @@ class OwnCode:
         return source
 
     def _keep(self, path: str, source: bytes) -> None:
-        if self._writer is None or os.getpid() != self._pid:  # a child has no log
+        if os.getpid() != self._pid:  # a child has no log
+            return
+        if self._early is not None:
+            self._early.append((path, source))
+            return
+        if self._writer is None:
             return
         try:
             self._writer.append(_SOURCE, 0, os.fsencode(path) + b"\n" + source)
@@ -113,6 +124,20 @@ class OwnCode:
             self._writer, self._failure = None, error
             if self.on_failure is not None:
                 self.on_failure(error)
+
+    def _open(self) -> None:
+        """Begin the log, with what has been run so far."""
+        with self._lock:
+            early, self._early = self._early, None
+            if early is None or self._failure is not None:
+                return
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._writer = Writer(self._folder, self._end)
+            except OSError as error:
+                self._failure = error
+            for path, source in early:
+                self._keep(path, source)
 
     def settle(self, loaded: Iterable[Any]) -> None:
         """What has been imported past us is kept as well (the script of a worker that is a fresh
@@ -122,6 +147,7 @@ class OwnCode:
             OSError: what was to be kept could not be.
             CodeChanged
         """
+        self._open()
         if self._failure is not None:
             raise self._failure
         for module in loaded:
