@@ -227,7 +227,9 @@ def test_the_code_that_a_rank_runs_goes_along(two: Two) -> None:
     rank = Rank(two.run_dir, 3)
     mine = two.root / "mine.py"
     mine.write_text("first")
-    OwnCode(rank.folder / FOLDER, fresh=True).then(str(mine))
+    code = OwnCode(rank.folder / FOLDER, fresh=True)
+    code.then(str(mine))
+    code.settle([])  # torch is there
     rank.step()
     copy = two.await_boundary(rank, 1)
     mine.write_text("second")
