@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests import helpers
 from tests.conformance.differences import FILTERED
 from tests.conformance.rows import Row
@@ -142,10 +144,10 @@ def observe(row: Row, name: str, base: Path) -> Observed:
         if row.signal:
             helpers.wait_until(
                 lambda: (
-                    len(list(place.out.glob("ready.*"))) >= row.ready
+                    sum(map(_sleeps, place.out.glob("ready.*"))) >= row.ready
                     or agents[0].process.poll() is not None
                 ),
-                f"{row.ready} files ready.* of the probes of {row.name} under {name}",
+                f"{row.ready} files ready.* of sleeping probes of {row.name} under {name}",
             )
             agents[0].signal(getattr(signal, row.signal))
         finished = [agent.wait(TIMEOUT) for agent in agents]
@@ -157,6 +159,15 @@ def observe(row: Row, name: str, base: Path) -> Observed:
     observed["raw"] = "\n".join(f.describe() for f in finished)  # for the message, not compared
     shutil.rmtree(base)
     return observed
+
+
+def _sleeps(mark: Path) -> bool:
+    """Whether the probe that has made it has come to where it waits: a signal that meets it before
+    gives another traceback."""
+    try:
+        return psutil.Process(int(mark.read_text())).status() == psutil.STATUS_SLEEPING
+    except psutil.NoSuchProcess:
+        return False
 
 
 # -- from what was seen to what is compared ---------------------------------------------------

@@ -247,7 +247,11 @@ def act(step, rank, attempt):
     elif action == "ignore":
         signal.signal(getattr(signal, value), signal.SIG_IGN)
     elif action == "mark":
-        open(os.path.join(out, f"{value}.{rank}"), "w").close()
+        path = os.path.join(out, f"{value}.{rank}")
+        unseen = os.path.join(out, f"mark.{rank}")
+        with open(unseen, "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(unseen, path)
     elif action == "out":
         sys.stdout.write(value)
     elif action == "lines":
