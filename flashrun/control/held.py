@@ -149,8 +149,9 @@ def mismatch(
         where = f"rank {rank} and rank {donor} differ at boundary {target} in"
         if not _like(check["buckets"], right["buckets"]):
             return (
-                f"{where} how DDP has put gradients into buckets (does each rank use the same"
-                " layers in the same order?)"
+                f"{where} how DDP has put gradients into buckets (a replacement has them in the"
+                " order in which its own become ready; that is not the others' where ranks use"
+                " layers in another order, and in some scripts with a gradient penalty)"
             )
         if not ranks[rank].state:
             continue  # a replacement has skipped what was computed; it takes the numbers
