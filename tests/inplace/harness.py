@@ -106,7 +106,10 @@ class Job:
             # they left to be collected there, that would close what is not theirs.
             for key in list(self.selector.get_map().values()):
                 self.selector.unregister(key.fileobj)
-                os.close(key.fd) if key.fileobj == key.fd else key.fileobj.close()  # type: ignore[union-attr]
+                if isinstance(key.fileobj, int):
+                    os.close(key.fileobj)
+                else:
+                    key.fileobj.close()  # type: ignore[attr-defined]
             self.selector.close()
             for pid in list(self.alive):
                 os.kill(pid, signal.SIGKILL)

@@ -356,14 +356,14 @@ class Outputs:
             self._computed = [o for o in self._computed if o.slot() is not None]
         return bool(self._computed)
 
-    def spend(self, roots: Iterable[Any]) -> None:
+    def spend(self, roots: Any) -> None:
         """In the replay: a backward begins that keeps nothing of its graph."""
         for node in nodes(roots):
             slot = getattr(node, "slot", None)
             if isinstance(slot, standins.Slot):
                 slot.spent = True
 
-    def backward(self, run: Callable[..., Any], roots: Iterable[Any], retain: bool) -> Any:
+    def backward(self, run: Callable[..., Any], roots: Any, retain: bool) -> Any:
         """A backward, and what follows it in the graphs that were computed again.
 
         Args:
@@ -371,7 +371,7 @@ class Outputs:
             roots: where it begins.
             retain: the graph may be used again.
         """
-        roots = list(roots)
+        roots = several(roots)
         self._check_stages(roots)
         value = run(**self._up_to_here(roots))
         while self._later:
@@ -420,7 +420,7 @@ class Outputs:
             raise self._session.diverged(what)
         self._session.refuse(what)
 
-    def partly(self, roots: Iterable[Any]) -> None:
+    def partly(self, roots: Any) -> None:
         """Only some gradients are asked for, or those of gradients."""
         if self.waits() and any(_computed(node) is not None for node in nodes(roots)):
             self._refuse(
@@ -433,15 +433,21 @@ def _never(node: Any) -> bool:
     return False
 
 
-def nodes(tensors: Iterable[Any], ends: Callable[[Any], bool] = _never) -> Iterator[Any]:
+def several(tensors: Any) -> list[Any]:
+    """One tensor or many, as autograd's functions take them."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def nodes(tensors: Any, ends: Callable[[Any], bool] = _never) -> Iterator[Any]:
     """Those of the graph that leads to some tensors, the accumulation of gradients included.
 
     Args:
+        tensors: one or many.
         ends: whether what lies behind a node is left out.
     """
     left: list[Any] = [
         t.grad_fn if t.grad_fn is not None else torch.autograd.graph.get_gradient_edge(t).node
-        for t in tensors
+        for t in several(tensors)
         if isinstance(t, torch.Tensor) and t.requires_grad
     ]
     seen: set[Any] = set()
@@ -452,6 +458,12 @@ def nodes(tensors: Iterable[Any], ends: Callable[[Any], bool] = _never) -> Itera
             yield node
             if not ends(node):
                 left.extend(following for following, _ in node.next_functions)
+
+
+def variable_of(node: Any) -> torch.Tensor | None:
+    """The leaf whose gradient a node accumulates, if it is such a node."""
+    leaf = getattr(node, "variable", None)
+    return leaf if isinstance(leaf, torch.Tensor) else None
 
 
 def _computed(node: Any) -> standins.Slot | None:
@@ -467,10 +479,10 @@ def _reach(
     there is a reentrant checkpoint, which allows no ``inputs``."""
     slots, variables, checkpoints = [], [], False
     for node in nodes(roots, ends=lambda node: _computed(node) is not None):
-        slot, variable = _computed(node), getattr(node, "variable", None)
+        slot, variable = _computed(node), variable_of(node)
         if slot is not None:
             slots.append(slot)
-        if isinstance(variable, torch.Tensor):
+        if variable is not None:
             variables.append(variable)
         checkpoints = checkpoints or type(node).__name__ == "CheckpointFunctionBackward"
     return slots, variables, checkpoints

@@ -18,7 +18,7 @@ import torch
 
 from flashrun.worker.replay import kinds, standins
 from flashrun.worker.replay.doors import fill_scalar
-from flashrun.worker.replay.outputs import Outputs, nodes
+from flashrun.worker.replay.outputs import Outputs, nodes, several, variable_of
 from flashrun.worker.replay.recent import leaves as recent_leaves
 from flashrun.worker.replay.steps import Steps
 from flashrun.worker.replay.unreal import MARK, USED, mark_of
@@ -287,18 +287,17 @@ class Regions:
         remembers = session.replaying and session.remembers_outputs()
         if not remembers and not outputs.waits():
             return real
-        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
         names = "gradient", "retain_graph", "create_graph", "inputs"
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if given.get("create_graph") or given.get("inputs") is not None:
-            outputs.partly(roots)
+            outputs.partly(tensors)
             return real
         retain = bool(given.get("retain_graph"))
         if remembers and not retain:
-            outputs.spend(roots)
+            outputs.spend(tensors)
         if not outputs.waits():
             return real
-        return lambda: outputs.backward(real, roots, retain)
+        return lambda: outputs.backward(real, tensors, retain)
 
     def _parameters(self) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
@@ -416,9 +415,9 @@ class Regions:
         """The parameters to which graphs lead, those of stand-ins as the ones they stand for."""
         with self.session.quiet():
             found: dict[int, torch.Tensor] = {}
-            for node in nodes((tensors,) if isinstance(tensors, torch.Tensor) else tensors):
-                leaf = getattr(node, "variable", None)
-                if isinstance(leaf, torch.Tensor) and leaf is not standins.anchor():
+            for node in nodes(tensors):
+                leaf = variable_of(node)
+                if leaf is not None and leaf is not standins.anchor():
                     found.update((id(p), p) for p in leaf.__dict__.get(BEHIND, (leaf,)))
         return list(found.values())
 
@@ -453,13 +452,12 @@ class Regions:
 
             if session.poison is not None:
                 session.poison.check((outputs, inputs))
-            self.outputs.partly((outputs,) if isinstance(outputs, torch.Tensor) else outputs)
+            self.outputs.partly(outputs)
             if not session.replaying:
                 return session.run_region(real)[0]
             site = session.site(sys._getframe(1))
-            several = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
             with session.quiet():
-                value = self._replay_grad(real, outputs, several, site)
+                value = self._replay_grad(real, outputs, several(inputs), site)
                 if session.unreal is not None:
                     session.unreal.mark_all(standins.tensors(value), "autograd.grad")
             return value
@@ -467,7 +465,7 @@ class Regions:
         return call
 
     def _replay_grad(
-        self, real: Callable[[], Any], roots: Any, several: tuple[torch.Tensor, ...], site: int
+        self, real: Callable[[], Any], roots: Any, inputs: list[torch.Tensor], site: int
     ) -> Any:
         session = self.session
         if (
@@ -478,22 +476,19 @@ class Regions:
             value = session.replay_region(self._loud(real), lambda _: None)[0]
             self._unused[site] = tuple(g is None for g in value)
             return value
-        unused = self._unused.get(site, (False,) * len(several))
+        unused = self._unused.get(site, (False,) * len(inputs))
         return session.replay_region(
             real,
             lambda _: lambda: tuple(
                 None if no else torch.zeros_like(i, requires_grad=torch.is_grad_enabled()) * 1
-                for i, no in zip(several, unused, strict=True)
+                for i, no in zip(inputs, unused, strict=True)
             ),
         )[0]
 
     def _is_stood_for(self, roots: Any) -> bool:
         """Whether a graph has stand-ins in it, behind which there is nothing."""
-        return any(
-            BEHIND in leaf.__dict__
-            for node in nodes((roots,) if isinstance(roots, torch.Tensor) else roots)
-            if isinstance(leaf := getattr(node, "variable", None), torch.Tensor)
-        )
+        leaves = map(variable_of, nodes(roots))
+        return any(leaf is not None and BEHIND in leaf.__dict__ for leaf in leaves)
 
 
 def install(session: Session) -> Regions:
