@@ -37,7 +37,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bars import facts
+from bars import Bars, facts
 from torch._C import _distributed_c10d as c10d
 
 from flashrun.rendezvous.server import look_up_no_names
@@ -345,6 +345,29 @@ def once(kind: str, what: str, ranks: int, generations: int) -> dict[str, float]
     return result
 
 
+def judge(raw: dict[str, dict[str, list[dict[str, float]]]], bars: Bars) -> None:
+    """Compare with what is asked for, as far as those sizes were run: a shard's work does not grow
+    from 512 to 10,240 ranks, and at 2,048 a generation (words and ids) is 5 times as fast."""
+
+    def middle(ranks: int, what: str, kind: str, key: str) -> float:
+        return statistics.median(run[key] for run in raw[f"{ranks} {what}"][kind])
+
+    server = "processor time of a server, ms"
+    for what, key in (
+        ("ids", server), ("ids", "requests of a server"), ("words", "requests of a server"),
+        ("ids", "connections of a server"), ("words", "connections of a server"),
+    ):  # fmt: skip
+        if {f"512 {what}", f"10240 {what}"} <= raw.keys():
+            ratio = middle(10_240, what, "sharded", key) / middle(512, what, "sharded", key)
+            bars.at_most(f"{what}: {key}, 10,240 ranks / 512", ratio, 1.35)
+    if {"2048 words", "2048 ids"} <= raw.keys():
+        one, sharded = (
+            sum(middle(2048, what, kind, "generation, s") for what in ("words", "ids"))
+            for kind in ("one store", "sharded")
+        )
+        bars.at_least("words and ids at 2,048, wall time, one store / sharded", one / sharded, 5)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[128, 512, 2048, 10_240])
@@ -374,6 +397,10 @@ def main() -> None:
                     ratio = statistics.median(a[key] / b[key] for a, b in pairs)
                     print(f"{ranks} ranks, {what}: one store / sharded, {key}: {ratio:.2f}")
             options.out.write_text(json.dumps({**began, "raw": raw}, indent=1) + "\n")
+    bars = Bars()
+    judge(raw, bars)
+    options.out.write_text(json.dumps({**began, "raw": raw, "bars": bars.found}, indent=1) + "\n")
+    raise SystemExit(bars.status())
 
 
 if __name__ == "__main__":

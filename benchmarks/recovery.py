@@ -208,6 +208,8 @@ def curve(boundaries: list[int], repeat: int, bars: Bars) -> dict[str, Any]:
             )
         # What a catch-up costs whatever its length is apart from what an iteration takes.
         low, high = boundaries[0], boundaries[-1]
+        if low == high:
+            continue
         first, last = (
             result[f"{kind}, boundary {b}"]["catch-up"]["median"] for b in (low, high)
         )
