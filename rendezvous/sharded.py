@@ -20,11 +20,9 @@ generation, whose scope has another prefix.
 from __future__ import annotations
 
 import json
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,6 +31,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
+from flashrun.rendezvous.connections import Connections
 from flashrun.rendezvous.links import links_to, set_deadline
 from flashrun.rendezvous.peeking import peek
 
@@ -43,7 +42,6 @@ deep."""
 _NOBODYS_KEY = "alive?"
 _BETWEEN = "\n"  # words of members
 _FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.02  # s between two looks for a key
-_PARALLEL = 16  # connections that are opened at the same time
 _CONNECT_TIMEOUT = timedelta(seconds=10)  # of a shard that listens before anybody is told of it
 
 _ANSWER_S = 5.0  # of a shard, to a request that waits for nothing
@@ -119,8 +117,8 @@ class Shard:
         return int(self._ask("add", key, amount))
 
 
-class Shards:
-    """This process's connections to the shards, each opened when it is first needed.
+class Shards(Connections[Shard]):
+    """This process's connections to the shards.
 
     Args:
         addresses: (host, port) of each node's shard, by node number.
@@ -129,54 +127,34 @@ class Shards:
     """
 
     def __init__(self, addresses: Sequence[Address], own: int, connect: Connect = connect) -> None:
+        super().__init__(len(addresses), self._of)
         self.addresses = list(addresses)
         self.own = own
         self._connect = connect
-        self._open: dict[int, Shard] = {}
-        self._locks = [threading.Lock() for _ in addresses]
 
-    def __getitem__(self, node: int) -> Shard:
+    def _of(self, node: int) -> Shard:
         """The shard of a node.
 
         Raises:
             ConnectionError: it cannot be reached; names the node and the address.
         """
-        with self._locks[node]:
-            found = self._open.get(node)
-            if found is None:
-                host, port = self.addresses[node]
-                where = f"node {node} ({host}, port {port})"
-                try:
-                    found = Shard(self._connect(host, port), where)
-                except RuntimeError as error:
-                    raise ConnectionError(
-                        f"the bootstrap shard of {where} cannot be reached:"
-                        f" {str(error).splitlines()[0]}; is that node lost?"
-                    ) from error
-                self._open[node] = found
-            return found
-
-    def open(self, nodes: Iterable[int]) -> None:
-        """Open several connections side by side."""
-        missing = [node for node in nodes if node not in self._open]
-        if len(missing) < 2:
-            return  # whoever needs it opens it
-        with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="flashrun-shards") as pool:
-            for future in [pool.submit(self.__getitem__, node) for node in missing]:
-                future.result()
+        host, port = self.addresses[node]
+        where = f"node {node} ({host}, port {port})"
+        try:
+            return Shard(self._connect(host, port), where)
+        except RuntimeError as error:
+            raise ConnectionError(
+                f"the bootstrap shard of {where} cannot be reached:"
+                f" {str(error).splitlines()[0]}; is that node lost?"
+            ) from error
 
     def refresh(self) -> None:
         """Let go of connections whose server has gone (it may be back, or be needed no more)."""
-        for node, shard in list(self._open.items()):
+        for node, shard in self.opened().items():
             with suppress(ConnectionError):
                 shard.check([_NOBODYS_KEY])
             if shard.broken:
-                self._open.pop(node, None)
-
-    @property
-    def opened(self) -> int:
-        """How many connections there are."""
-        return len(self._open)
+                self.drop(node)
 
 
 @dataclass
