@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -18,7 +19,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Seat:
     """What a node brings to a round: its id, number of workers, role, address and the ports of its
-    doorbell and of its bootstrap shard (0: none)."""
+    doorbell, its bootstrap shard and its TCPStore for the workers (0: none)."""
 
     node: str
     slots: int
@@ -26,6 +27,7 @@ class Seat:
     addr: str
     alive: int = 0
     shard: int = 0
+    store: int = 0
 
 
 def ranks_text(ranks: range) -> str:
@@ -40,7 +42,7 @@ class NodeRanks:
     """The ranks of one node's workers in a round.
 
     Worker ``local_rank`` has global rank ``base_rank + local_rank`` and role rank
-    ``base_role_rank + local_rank``.
+    ``base_role_rank + local_rank``. ``joined``: which of the joins of the round was this node's.
     """
 
     node: str
@@ -53,28 +55,14 @@ class NodeRanks:
     role_world_size: int
     alive: int = 0
     shard: int = 0
+    store: int = 0
     instead: tuple[str, ...] = ()  # nodes that had this place and were lost; the last one first
+    joined: int = 0
 
     @property
     def ranks(self) -> range:
         """In the job."""
         return range(self.base_rank, self.base_rank + self.slots)
-
-
-@dataclass(frozen=True)
-class StorePlace:
-    """Where the scripts' default store is, when that may be on another node than it was when the
-    round began.
-
-    Attributes:
-        node: whose supervisor serves it.
-        moves: how often its host was lost in this round.
-    """
-
-    node: str
-    addr: str
-    port: int
-    moves: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,8 +72,10 @@ class RankTable:
     ``nodes`` is in group-rank order. ``master_port`` 0 means that the first node picks a free port
     before it starts its workers (only when the agents' store is not shared with the workers).
     ``token`` is the round's secret, by which workers know each other. ``joins`` counts the places
-    that other nodes have taken since the round began. ``store`` is where the default store is now;
-    None: always where it was (``master_addr``), and the job does not outlive its host.
+    that other nodes have taken since the round began.
+
+    Where every node has a TCPStore for the workers, the scripts' default store is `spread` over
+    these: a key has a *home*, which is a place in this table, whoever has that.
     """
 
     round: int
@@ -99,7 +89,6 @@ class RankTable:
     nodes: tuple[NodeRanks, ...]
     token: str = field(default="", repr=False)
     joins: int = 0
-    store: StorePlace | None = None
 
     @property
     def group_world_size(self) -> int:
@@ -108,6 +97,20 @@ class RankTable:
     def of(self, node: str) -> NodeRanks | None:
         """The ranks of ``node``, None when it is not part of this round."""
         return next((n for n in self.nodes if n.node == node), None)
+
+    @property
+    def spread(self) -> bool:
+        """Whether the default store is; if not, it is at ``master_addr`` alone, and the job does
+        not outlive that node."""
+        return all(node.store for node in self.nodes)
+
+    def home(self, key: str) -> int:
+        """Number of the place that has a key of the default store."""
+        return zlib.crc32(key.encode()) % len(self.nodes)
+
+    def taken_since(self, joins: int) -> list[int]:
+        """Numbers of the places that other nodes have taken since there were so many joins."""
+        return [place.group_rank for place in self.nodes if place.joined > joins]
 
     def places(self, ranks: Sequence[int]) -> dict[int, list[int]]:
         """Which nodes (by number, in order) have some of ``ranks``, and which: their indices."""
@@ -137,19 +140,15 @@ class RankTable:
                 addr=seat.addr,
                 alive=seat.alive,
                 shard=seat.shard,
+                store=seat.store if n.store else 0,
                 instead=(lost, *n.instead),
+                joined=self.joins + 1,
             )
             if n.node == lost
             else n
             for n in self.nodes
         )
         return replace(self, nodes=nodes, joins=self.joins + 1)
-
-    def with_store_at(self, place: NodeRanks, port: int) -> RankTable:
-        """The same round, with the default store on another node."""
-        assert self.store is not None
-        moved = StorePlace(place.node, place.addr, port, self.store.moves + 1)
-        return replace(self, store=moved)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -168,8 +167,6 @@ class RankTable:
             NodeRanks(**{**known_fields(NodeRanks, n), "instead": tuple(n.get("instead", ()))})
             for n in found["nodes"]
         )
-        store = found.get("store")
-        found["store"] = None if store is None else StorePlace(**known_fields(StorePlace, store))
         return RankTable(**found)
 
 
@@ -205,6 +202,7 @@ def assign_ranks(seats: Sequence[Seat]) -> tuple[NodeRanks, ...]:
                 role_world_size=role_sizes[seat.role],
                 alive=seat.alive,
                 shard=seat.shard,
+                store=seat.store,
             )
         )
         base += seat.slots

@@ -138,3 +138,20 @@ def test_a_generation_with_another_node_in_a_lost_ones_place(tmp_path: Path, sha
     assert found == [["word 0", "word 1"]] * 2
     assert (spare.num_keys() > 1) is shard
     assert (cluster.store.num_keys() > 1) is not shard
+
+
+def test_the_homes_of_the_default_store_are_those_of_the_newest_table(tmp_path: Path) -> None:
+    """What was at MASTER_ADDR is lost with the first node, and no other one."""
+    cluster = Cluster(tmp_path, [1, 1, 1], [True] * 3)
+    assert cluster.bootstrap(1).spread is None, "nodes that serve no store"
+    nodes = tuple(replace(node, store=9) for node in cluster.table.nodes)
+    cluster.table = replace(cluster.table, nodes=nodes)
+    spare = server()
+    first = cluster.table.nodes[0].node
+    for lost, address in (("n2", cluster.store.port), (first, spare.port)):
+        seat = Seat(f"for-{lost}", 1, "r", "127.0.0.1", shard=spare.port, store=spare.port)
+        cluster.table = cluster.table.with_instead(lost, seat)
+        cluster.table.lay(cluster.path("n1"), "n1", "127.0.0.1")
+        bootstrap = cluster.bootstrap(1)
+        assert bootstrap.spread == replace(cluster.table, token="")
+        assert bootstrap._address == ("127.0.0.1", address)

@@ -4,6 +4,7 @@ there, or the line that restarts all names the key. The store itself is as torch
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests import etcd, helpers
+from tests.homes import table_of
 from tests.jobs import Job
 from tests.test_recovery import TRAIN
 from tests.test_recovery_etcd import cluster, where
@@ -80,7 +82,7 @@ def test_the_node_of_rank_0(
         ended(nodes, left)
     assert results(nodes.out, 4) == undisturbed(4), nodes.describe()
     assert nodes.processes() == {0: 2, 1: 2, 2: 1, 3: 1}, "survivors keep their processes"
-    assert "recovery: the default store goes on at 127.0.0.1:" in nodes.describe()
+    assert "the default store's keys that were lost with node 0 are at" in nodes.describe()
     for node in left:
         for step, first in ((40, 5), (70, 9)):
             for told in node.told("keys", step=step):
@@ -91,22 +93,109 @@ def test_the_node_of_rank_0(
             assert len(node.told("keys", step=step)) == 2, nodes.describe()
 
 
+def homed(place: int, nodes: int, name: str = "key") -> str:
+    """A name for a script's key, of that home."""
+    table = table_of(range(1, nodes + 1))
+    names = (f"{name}{i}" for i in itertools.count())
+    return next(n for n in names if table.home(f"default_pg/0//{n}") == place)
+
+
 @pytest.mark.slow
-def test_a_key_of_several_writers_restarts_all(
-    start: Start, undisturbed: Any, cluster: etcd.Cluster
+@pytest.mark.parametrize("home", [0, 1])
+def test_a_key_of_several_writers(
+    start: Start, undisturbed: Any, cluster: etcd.Cluster, home: int
 ) -> None:
-    body = KEYS.replace("SCENE", "if RANK in (0, 2): store.set('both', f'by {RANK}')")
+    """It restarts all if it was on the node that is lost; elsewhere it was never away."""
+    name = homed(home, 2)
+    scene = f"store.append({name!r}, f'{{RANK}} ')"
+    body = KEYS.replace("SCENE", scene).replace(
+        'tell("saved")', f'tell("saved", key=sorted(store.get({name!r}).decode().split()))'
+    )
     options = {"body": body, "fifos": ("go",), "spares": 1, **where(cluster)}
     with start(2, "--max-restarts=1", *FOREVER, **options) as nodes:
         nodes.await_step(20, 3)
         (_spare,) = nodes.await_spares()
+        nodes.await_copied(20, 0, 1)
         _, left = lose(nodes)
         nodes.of(3).release("go")
         ended(nodes, left)
     assert results(nodes.out, 4) == undisturbed(4), nodes.describe()
-    words = "have written the default store's key 'default_pg/0//both' in an order that was lost"
-    assert words in nodes.describe(), nodes.describe()
-    assert "let one rank alone write a key" in nodes.describe()
+    words = f"have written the default store's key 'default_pg/0//{name}' in an order that was lost"
+    assert (words in nodes.describe()) is (home == 0), nodes.describe()
+    assert ("let one rank alone write a key" in nodes.describe()) is (home == 0)
+    told = [t["key"] for node in left for t in node.told("saved")]
+    assert told == [["0", "1", "2", "3"]] * 4, nodes.describe()
+    if home == 1:
+        assert nodes.processes() == {0: 2, 1: 2, 2: 1, 3: 1}, "survivors keep their processes"
+
+
+# Each rank has keys of its own at all homes; all count at each, and elect somebody at each.
+EVERYWHERE = TRAIN.replace(
+    'dist.init_process_group("gloo")',
+    'dist.init_process_group("gloo")\n'
+    "store, some = dist.distributed_c10d._get_default_store(), range(20)\n"
+    "def work(step):\n"
+    "    for i in some: store.add(f'n{i}', i); store.set(f'of{RANK}.{i}', f'{RANK} {step}')\n"
+    "    store.multi_set([f'm{RANK}.{i}' for i in some], [f'{step}'] * 20)\n"
+    "    won = [store.compare_set(f'won{step}.{i}', '', str(RANK)).decode() for i in some]\n"
+    "    dist.barrier()\n"
+    "    one = (RANK + 1) % dist.get_world_size()\n"
+    "    store.wait([f'of{one}.{i}' for i in some])\n"
+    "    return [store.multi_get([f'{name}{i}' for i in some]) for name in\n"
+    "        ('n', f'of{one}.', f'm{one}.', f'won{step}.')], won, store.num_keys()\n"
+    "before = work(0)",
+).replace(
+    'tell("step", step=step)',
+    'tell("step", step=step)\n'
+    "        if step == 20 and RANK == 3 and ATTEMPT == 0: await_release('go')\n"
+    "        if step == 40:\n"
+    "            again, after = store.multi_get([f'won0.{i}' for i in some]), work(step)\n"
+    "            tell('after', same=again == before[0][3], won=after[0][3] ==\n"
+    "                [w.encode() for w in after[1]], keys=after[2],\n"
+    "                n=[int(n) for n in after[0][0]], own={v.decode() for v in after[0][1]} ==\n"
+    "                {f'{(RANK + 1) % dist.get_world_size()} {step}'}, many=set(after[0][2]) ==\n"
+    "                {b'40'}, places={after[1][i] for i in some} <= set('01234567'))",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "lost"), [(3, (0,)), (3, (1,)), (3, (2,)), (4, (0, 2)), (4, (1, 3))]
+)
+def test_each_node_in_turn_and_two_at_once(
+    start: Start, undisturbed: Any, cluster: etcd.Cluster, count: int, lost: Sequence[int]
+) -> None:
+    ranks = 2 * count
+    replaced = {2 * place + i for place in lost for i in (0, 1)}
+    stays = min({*range(ranks)} - replaced)
+    body = EVERYWHERE.replace("RANK == 3", f"RANK == {stays}")
+    options = {"body": body, "fifos": ("go",), "spares": len(lost), **where(cluster)}
+    with start(count, *FOREVER, **options) as nodes:
+        for rank in range(ranks):
+            nodes.await_step(20, rank)
+        nodes.await_spares()
+        gone = [nodes.of(2 * place) for place in lost]
+        nodes.await_copied(20, *replaced)
+        for node in gone:
+            node.process.kill()
+        for node in gone:
+            node.process.wait()
+        left = [node for node in nodes.jobs if node not in gone]
+        nodes.of(stays).release("go")
+        ended(nodes, left)
+    assert results(nodes.out, ranks) == undisturbed(ranks), nodes.describe()
+    expected = {rank: 2 if rank in replaced else 1 for rank in range(ranks)}
+    assert nodes.processes() == expected, "survivors keep their processes"
+    told = [t for node in left for t in node.told("after")]
+    assert len(told) == ranks, nodes.describe()
+    keys = 1 + 20 + 20 * ranks * 2 + 40  # torch's own, the counters, each rank's, the elections
+    for one in told:
+        assert one["n"] == [2 * ranks * i for i in range(20)], nodes.describe()
+        assert one["keys"] == keys, nodes.describe()
+        for what in ("same", "won", "own", "many", "places"):
+            assert one[what], (what, nodes.describe())
+    for place in lost:
+        assert f"that were lost with node {place} are at" in nodes.describe(), nodes.describe()
 
 
 @pytest.mark.slow
@@ -139,6 +228,34 @@ def test_at_any_moment(
     for one in told:
         assert one["all"] == list(range(13, 19)) and one["last"] == "70", nodes.describe()
         assert (one["of0"], one["of3"]) == ("value 0", "value 3") and one["winner"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_server_alone_is_lost(
+    start: Start, undisturbed: Any, cluster: etcd.Cluster, rank: int
+) -> None:
+    """The process that has a node's part of the default store; the others use it all the time. Its
+    node ends with it, and a spare takes that one's place."""
+    body = EVERYWHERE.replace("RANK == 3", f"RANK == {3 - rank}")
+    options = {"body": body, "fifos": ("go",), "spares": 1, **where(cluster)}
+    with start(2, *FOREVER, **options) as nodes:
+        for other in range(4):
+            nodes.await_step(20, other)
+        nodes.await_spares()
+        nodes.await_copied(20, 0, 1, 2, 3)
+        gone = nodes.of(rank)
+        left = [node for node in nodes.jobs if node is not gone]
+        os.kill(gone.helper("store"), signal.SIGKILL)
+        gone.wait(60)
+        nodes.of(3 - rank).release("go")
+        ended(nodes, left)
+    assert results(nodes.out, 4) == undisturbed(4), nodes.describe()
+    replaced = {0, 1} if rank == 0 else {2, 3}
+    assert nodes.processes() == {r: 2 if r in replaced else 1 for r in range(4)}
+    assert "the store host (pid " in gone.err and "so this node ends" in gone.err
+    told = [t for node in left for t in node.told("after")]
+    assert len(told) == 4 and all(one["own"] and one["same"] for one in told), nodes.describe()
 
 
 COUNTING = TRAIN.replace(
@@ -228,19 +345,22 @@ LATE = TRAIN.replace(
     "        if step == 30:\n"
     "            tell('asks')\n"
     "            if RANK == 0 and ATTEMPT == 0: await_release('go')\n"
-    "            if RANK == 0: store.set('late', 'here')\n"
+    "            if RANK == 0: store.set('LATE', 'here')\n"
     "            if RANK == 3: store.add('n', 1)\n"
-    "            tell('late', value=store.get('late').decode())",
+    "            tell('late', value=store.get('LATE').decode())",
 )
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("home", [0, 1])
 def test_survivors_that_wait_for_a_key_of_the_lost_node(
-    start: Start, undisturbed: Any, cluster: etcd.Cluster
+    start: Start, undisturbed: Any, cluster: etcd.Cluster, home: int
 ) -> None:
-    """They hold in the store as they would in a collective."""
-    options = {"body": LATE, "fifos": ("go",), "spares": 1, **where(cluster)}
-    with start(2, *FOREVER, **options) as nodes:
+    """They hold in the store as they would in a collective, and find out in any case. But what the
+    lost worker did there last is known only where nothing of it can be left."""
+    name = homed(home, 2, "late")
+    options = {"body": LATE.replace("LATE", name), "fifos": ("go",), "spares": 1, **where(cluster)}
+    with start(2, "--max-restarts=1", *FOREVER, **options) as nodes:
         for rank in range(4):
             nodes.await_step(30, rank)
         (spare,) = nodes.await_spares()
@@ -249,9 +369,12 @@ def test_survivors_that_wait_for_a_key_of_the_lost_node(
         spare.release("go")
         ended(nodes, left)
     assert results(nodes.out, 4) == undisturbed(4), nodes.describe()
-    assert nodes.processes() == {0: 2, 1: 2, 2: 1, 3: 1}, "survivors keep their processes"
+    words = f"lost worker has done the default store's set of 'default_pg/0//{name}' is not known"
+    assert (words in nodes.describe()) is (home == 1), nodes.describe()
     told = [t["value"] for node in left for t in node.told("late")]
     assert told == ["here"] * 4, nodes.describe()
+    if home == 0:
+        assert nodes.processes() == {0: 2, 1: 2, 2: 1, 3: 1}, "survivors keep their processes"
 
 
 IN_DOUBT = TRAIN.replace(
@@ -259,7 +382,7 @@ IN_DOUBT = TRAIN.replace(
     'tell("step", step=step, port=int(os.environ["MASTER_PORT"]))\n'
     "        if step == 20 and RANK == 3 and ATTEMPT == 0:\n"
     "            await_release('go')\n"
-    "            dist.distributed_c10d._get_default_store().add('n', 1)",
+    f"            dist.distributed_c10d._get_default_store().add('{homed(0, 2)}', 1)",
 )
 
 
@@ -290,7 +413,7 @@ def test_a_worker_is_lost_while_it_counts(
         nodes.of(3).release("go")
         nodes.ended()
     assert results(nodes.out, 4) == undisturbed(4), nodes.describe()
-    words = "whether the lost worker has done the default store's add of 'default_pg/0//n' is not"
+    words = f"lost worker has done the default store's add of 'default_pg/0//{homed(0, 2)}' is not"
     assert words in nodes.describe(), nodes.describe()
 
 

@@ -33,7 +33,7 @@ from flashrun.control.records import (
     plan_from_json,
     plan_to_json,
 )
-from flashrun.rendezvous.table import RankTable, Seat, StorePlace, assign_ranks
+from flashrun.rendezvous.table import RankTable, Seat, assign_ranks
 
 
 def job(policy: str = "elastic", nodes: str = "1:2", **changes: Any) -> Job:
@@ -707,28 +707,33 @@ def with_etcd(nodes: int, **changes: Any) -> tuple[Job, list[Member], Plan]:
     return terms, running + [member(f"s{i}", 9 + i, port=59 + i) for i in range(2)], plan
 
 
-def test_with_etcd_the_default_store_moves_when_its_host_is_lost() -> None:
+def stores(table: RankTable) -> list[tuple[str, int, int]]:
+    """The homes of the default store's keys."""
+    return [(place.node, place.store, place.joined) for place in table.nodes]
+
+
+def test_with_etcd_a_spare_serves_what_of_the_default_store_was_at_the_lost_node() -> None:
     terms, members, plan = with_etcd(3)
     assert plan.table is not None
-    assert plan.table.store == StorePlace("a", "a", 50)
+    assert plan.table.spread and stores(plan.table) == [("a", 50, 0), ("b", 51, 0), ("c", 52, 0)]
     other = new_plan(call(terms, members, plan, frozenset({"b"}))).table
-    assert other is not None and other.store == plan.table.store
+    assert other is not None and stores(other) == [("a", 50, 0), ("s0", 59, 1), ("c", 52, 0)]
     moved = new_plan(call(terms, members, plan, frozenset({"a"})))
     table = moved.table
-    assert table is not None and table.store == StorePlace("b", "b", 51, moves=1)
+    assert table is not None and stores(table) == [("s0", 59, 1), ("b", 51, 0), ("c", 52, 0)]
     assert (table.master_addr, table.master_port) == ("a", 50), "what scripts have read"
     assert RankTable.from_json(table.to_json()) == table
     taken = replace(members[3], state="running", round=plan.round)
     left = [*members[1:3], taken, members[4]]
     again = new_plan(call(terms, left, moved, frozenset({"b"}))).table
-    assert again is not None and again.store == StorePlace("s0", "s0", 59, moves=2)
+    assert again is not None and stores(again) == [("s0", 59, 1), ("s1", 60, 2), ("c", 52, 0)]
     two = new_plan(call(terms, members, plan, frozenset({"a", "b"}))).table
-    assert two is not None and two.store == StorePlace("c", "c", 52, moves=1)
+    assert two is not None and stores(two) == [("s0", 59, 1), ("s1", 60, 2), ("c", 52, 0)]
 
 
 def test_with_etcd_and_a_default_store_that_rank_0_itself_serves() -> None:
     terms, members, plan = with_etcd(2, use_agent_store=False)
-    assert plan.table is not None and plan.table.store is None
+    assert plan.table is not None and not plan.table.spread
     stopping = new_plan(call(terms, members, plan, frozenset({"a"})))
     assert stopping.phase == "stopping" and "MASTER_ADDR" in stopping.reason
     assert new_plan(call(terms, members, plan, frozenset({"b"}))).phase == "running"

@@ -19,6 +19,7 @@ import pytest
 
 from tests import etcd, helpers, netns
 from tests.jobs import Job, job, write_script
+from tests.test_default_store import homed
 from tests.test_recovery import TRAIN
 from tests.test_recovery_nodes import (
     SLOTS,
@@ -224,6 +225,35 @@ def test_a_node_that_is_cut_off(
         assert lost.ended() == 1, nodes.describe()
         assert "This node is cut off" in lost.err
         nodes.ended(lost)
+    _went_on_without(nodes, lost, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_part_of_the_default_store_is_cut_off(
+    lan: Start, undisturbed: Any, connected: bool  # noqa: F811
+) -> None:
+    """Of all others one rank alone asks there for a key, while nobody knows yet."""
+    key = homed(0, 2)
+    body = WAITING.replace("RANK == 1", "RANK == 3").replace(
+        'dist.init_process_group("gloo")',
+        'dist.init_process_group("gloo")\n'
+        "store = dist.distributed_c10d._get_default_store()\n"
+        f"if {connected} or RANK < 2: store.add({key!r}, 1)",
+    )
+    body = body.replace(
+        'await_release("go")', f'await_release("go"); tell("n", n=store.add({key!r}, 1))'
+    )
+    options = {"spares": 1, "body": body, "fifos": ("go",), "backend": "flash-etcd"}
+    with lan(2, "--max-restarts=1", *QUICK, **options) as nodes:
+        nodes.await_step(20, 3)
+        (_spare,) = nodes.await_spares()
+        lost, asks = nodes.of(0), nodes.of(3)
+        nodes.await_copied(20, 0, 1)
+        nodes.network.cut(nodes.index(lost))
+        asks.release("go")
+        nodes.ended(lost)
+        assert [t["n"] for t in asks.told("n")] == [5 if connected else 3], nodes.describe()
     _went_on_without(nodes, lost, undisturbed)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +12,11 @@ import pytest
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from flashrun.rendezvous.table import StorePlace
-from flashrun.worker.default_store import Home
-from flashrun.worker.replay.api import Mode
+from flashrun.rendezvous.table import RankTable
+from flashrun.worker.default_store import Shared
+from flashrun.worker.replay.api import Divergence, Mode
 from flashrun.worker.store_keys import Keys, Part, Refused, merge
+from tests.homes import seat, server, table_of
 
 BOUNDARY = 7
 
@@ -23,7 +24,7 @@ BOUNDARY = 7
 def brought(*ranks: Keys, replaced: tuple[int, ...] = ()) -> list[Part]:
     """As they come from the others."""
     return [
-        Part.from_word(keys.to_word(replaced=rank in replaced, at="0"))
+        Part.from_word(keys.to_word(replaced=rank in replaced, at=0))
         for rank, keys in enumerate(ranks)
     ]
 
@@ -137,56 +138,92 @@ def test_an_older_value_of_a_survivor() -> None:
     assert together(writer, reader) == {"key": b"2"}
 
 
+def test_of_some_keys() -> None:
+    keys = Keys()
+    for key in ("a", "b"):
+        keys.set(key, b"1")
+        keys.saw(key, b"1", BOUNDARY)
+    keys.set("large", bytes(5 << 20))
+    (part,) = brought(keys.of(lambda key: key != "large"))
+    part = part.of(lambda key: key == "a")
+    assert set(part.keys.written) == set(part.keys.read) == {"a"}
+    assert merge([part], BOUNDARY) == {"a": b"1"}
+
+
 def test_too_much() -> None:
     keys = Keys()
     keys.set("large", bytes(5 << 20))
     with pytest.raises(Refused, match="5 MB"):
-        keys.to_word(replaced=False, at="0")
+        keys.to_word(replaced=False, at=0)
 
 
 # --- the store against torch's
 
 
+HOMES = 3
+
+
 @pytest.fixture(scope="module")
-def one_server() -> Any:
-    return c10d.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+def all_servers() -> list[Any]:
+    return [server() for _ in range(HOMES)]
 
 
 @pytest.fixture
-def server(one_server: Any) -> Any:
-    for key in one_server.list_keys():
-        one_server.delete_key(key)
-    return one_server
+def servers(all_servers: list[Any]) -> list[Any]:
+    for one in all_servers:
+        for key in one.list_keys():
+            one.delete_key(key)
+    return all_servers
 
 
-@pytest.fixture(params=["torch", "flashrun"])
-def store(server: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """As a script gets it: with a prefix."""
-    port = server.port
+@pytest.fixture(params=["torch", 1, HOMES])
+def stores(servers: list[Any], request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
+    """As a script gets it: with a prefix; and what somebody else has, without."""
+    ports = [one.port for one in servers]
     if request.param == "torch":
-        own = c10d.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-        yield c10d.PrefixStore("default_pg", own)
+        own, other = (
+            c10d.TCPStore("127.0.0.1", ports[0], None, False, wait_for_workers=False)
+            for _ in range(2)
+        )
+        yield c10d.PrefixStore("default_pg", own), other
         return
-    home = home_of(port)
-    undo = home.install()
-    yield c10d.PrefixStore("default_pg", home.store(timedelta(seconds=300)))
+    shared, elsewhere = (shared_of(ports[: request.param]) for _ in range(2))
+    undo = shared.install()
+    store = shared.store(timedelta(seconds=300))
+    yield c10d.PrefixStore("default_pg", store), elsewhere.store(timedelta(seconds=300))
     undo()
 
 
-def home_of(port: int, **more: Any) -> Home:
+@pytest.fixture
+def store(stores: tuple[Any, Any]) -> Any:
+    return stores[0]
+
+
+@pytest.fixture
+def elsewhere(stores: tuple[Any, Any]) -> Any:
+    return stores[1]
+
+
+def shared_of(ports: Sequence[int], **more: Any) -> Shared:
     runtime: Any = SimpleNamespace(
         incarnation=0, mode=Mode.LIVE, pending=0, generation=0, boundary=0, rank=0,
         replay=SimpleNamespace(_session=None), laggard=SimpleNamespace(running=False),
-        channel=SimpleNamespace(send=lambda *args, **kwargs: None), **more,
+        channel=SimpleNamespace(send=lambda *args, **kwargs: None), hold_lock=threading.RLock(),
+        **more,
     )  # fmt: skip
-    place = StorePlace("n0", "127.0.0.1", port)
-    return Home(runtime, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}, place)
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+    return Shared(runtime, environ, table_of(ports), 0)
 
 
 def test_values(store: Any) -> None:
     store.set("a", "1")
     store.set("b", b"\xff\0")
     assert store.get("a") == b"1" and store.get("b") == b"\xff\0"
+    names = [f"m{i}" for i in range(9)]  # of all homes
+    store.multi_set(names, [str(i) for i in range(9)])
+    assert store.multi_get(names[::-1]) == [b"%d" % i for i in range(9)][::-1]
+    with pytest.raises(dist.DistStoreError, match="must be of same size"):
+        store.multi_set(["c", "d"], ["3"])
     store.multi_set(["c", "d"], ["3", "4"])
     assert store.multi_get(["d", "c"]) == [b"4", b"3"]
     store.append("a", "2")
@@ -213,7 +250,13 @@ def test_compare_set(store: Any) -> None:
 def test_keys(store: Any) -> None:
     before = store.num_keys()
     store.set("a", "1")
-    assert store.check(["a"]) and not store.check(["a", "b"])
+    assert store.check(["a"]) and not store.check(["a", "b"]) and store.check([])
+    names = [f"n{i}" for i in range(9)]
+    for name in names:
+        assert not store.check([*names, "a"])
+        store.set(name, "1")
+    assert store.check([*names, "a"]) and store.num_keys() == before + 10
+    assert all(map(store.delete_key, names))
     assert store.num_keys() == before + 1
     assert store.delete_key("a") and not store.delete_key("a")
     assert not store.check(["a"]) and store.num_keys() == before
@@ -233,12 +276,12 @@ def test_waits(store: Any) -> None:
             what(key)
 
 
-def test_somebody_else_sets_what_is_waited_for(store: Any, server: Any) -> None:
+def test_somebody_else_sets_what_is_waited_for(store: Any, elsewhere: Any) -> None:
     begun = threading.Event()
 
     def later() -> None:
         begun.wait(30)
-        server.set("default_pg/late", "here")
+        elsewhere.set("default_pg/late", "here")
 
     thread = threading.Thread(target=later)
     thread.start()
@@ -248,8 +291,8 @@ def test_somebody_else_sets_what_is_waited_for(store: Any, server: Any) -> None:
     thread.join()
 
 
-def test_lists_and_queues(store: Any, server: Any) -> None:
-    server.set("other", "1")
+def test_lists_and_queues(store: Any, elsewhere: Any) -> None:
+    elsewhere.set("other", "1")
     store.set("a", "1")
     store.queue_push("q", "x")
     store.queue_push("q", b"y")
@@ -258,6 +301,9 @@ def test_lists_and_queues(store: Any, server: Any) -> None:
     assert store.queue_pop("q", block=False) == b"y" and store.queue_len("q") == 0
     with pytest.raises(dist.QueueEmptyError):
         store.queue_pop(key="q", block=False)
+    store.set_timeout(timedelta(milliseconds=150))
+    with pytest.raises(dist.DistStoreError, match="150ms, keys: /default_pg/q"):
+        store.queue_pop("q")
 
 
 def test_a_copy(store: Any) -> None:
@@ -271,3 +317,82 @@ def test_an_object_for_torchs_own_barrier(store: Any) -> None:
 
     distributed_c10d._store_based_barrier(0, store, "g", 1, timedelta(seconds=5))
     store.barrier("b", 1, timedelta(seconds=5))
+
+
+# --- a home is lost
+
+
+class Held:
+    """A runtime that, when it is held, goes on with another table."""
+
+    def __init__(self, shared: Shared, table: RankTable | None) -> None:
+        self.shared, self.table, self.entered = shared, table, 0
+
+    def enter(self) -> None:
+        self.entered += 1
+        table, self.table = self.table, None
+        if table is not None:
+            self.shared._next = table, set(table.taken_since(self.shared.client.table.joins))
+            self.shared.arrive()
+
+
+def key_at(place: int, nodes: int) -> str:
+    table = table_of(range(1, nodes + 1))
+    return next(key for key in map(str, range(99)) if table.home(key) == place)
+
+
+@pytest.mark.parametrize("lost", range(HOMES))
+def test_what_had_its_home_elsewhere_goes_on(lost: int) -> None:
+    """Of what is asked at the lost one, each rank is held, and asks its successor again."""
+    servers = [server() for _ in range(HOMES)]
+    shared = shared_of([one.port for one in servers])
+    store = shared.store(timedelta(seconds=30))
+    keys = [key_at(place, HOMES) for place in range(HOMES)]
+    for key in keys:
+        store.add(key, 1)
+    ports = [one.port for one in servers]
+    servers[lost] = server()
+    table = table_of(ports).with_instead(f"n{lost}", seat("spare", servers[lost].port))
+    # The connection ends with its server.
+    shared.client._clients.drop(lost)
+    shared.client.table = table_of([1 if i == lost else port for i, port in enumerate(ports)])
+    held = Held(shared, table)
+    shared._rt.enter, shared._rt.suspect = held.enter, lambda error: None  # type: ignore[method-assign]
+    for place in {*range(HOMES)} - {lost}:
+        assert store.add(keys[place], 1) == 2 and not held.entered
+    assert store.add(keys[lost], 1) == 1 and held.entered == 1
+    store.multi_set(keys, ["7"] * HOMES)
+    assert store.multi_get(keys) == [b"7"] * HOMES
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_home_that_gave_no_answer(servers: list[Any], moves: bool) -> None:
+    """What it was asked for is done again if its successor has what is known to have been done; if
+    it is still there, nobody knows."""
+    ports = [one.port for one in servers]
+    shared = shared_of(ports)
+    store = shared.store(timedelta(seconds=30))
+    key = key_at(1, HOMES)
+    store.set(key, "1")
+    silent: Any = SimpleNamespace(add=lambda *args: no_answer())
+    shared.client._clients._open[1] = silent
+    moved = table_of(ports).with_instead("n1", seat("spare", ports[1]))
+    held = Held(shared, moved if moves else None)
+    told: list[str] = []
+
+    def diverged(error: Exception) -> None:
+        told.append(str(error))
+        raise error
+
+    shared._rt.enter, shared._rt.suspect = held.enter, lambda error: None  # type: ignore[method-assign]
+    shared._rt.diverged = diverged  # type: ignore[method-assign,assignment]
+    if moves:
+        assert store.add(key, 1) == 2 and not told
+    else:
+        with pytest.raises(Divergence, match=f"no answer to the default store's add of '{key}'"):
+            store.add(key, 1)
+    assert held.entered == 1
+
+
+def no_answer() -> None:
+    raise dist.DistNetworkError("nothing came")

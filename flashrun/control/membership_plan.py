@@ -18,7 +18,7 @@ from typing import Literal
 from flashrun.control import growth
 from flashrun.control.failures import is_futile, merge_failures
 from flashrun.control.records import Failure, Job, Member, Plan
-from flashrun.rendezvous.table import NodeRanks, RankTable, StorePlace, assign_ranks
+from flashrun.rendezvous.table import NodeRanks, RankTable, assign_ranks
 
 
 @dataclass(frozen=True)
@@ -224,11 +224,10 @@ def make_table(
     token: str = "",
 ) -> RankTable:
     """The table of ``plan.round`` for ``chosen``, who are in group-rank order."""
-    nodes = assign_ranks([m.seat for m in chosen])
     # Agents that meet in etcd (no port) have a store for the workers each.
     shared = job.use_agent_store and master_port > 0
-    first = chosen[0]
     each = job.use_agent_store and not shared and job.policy == "elastic"
+    nodes = assign_ranks([m.seat if each else replace(m.seat, store=0) for m in chosen])
     return RankTable(
         round=plan.round,
         restart_count=plan.restart_count,
@@ -240,7 +239,6 @@ def make_table(
         use_agent_store=job.use_agent_store,
         nodes=nodes,
         token=token,
-        store=StorePlace(first.node, first.addr, first.port) if each else None,
     )
 
 
@@ -351,7 +349,7 @@ def why_no_spare(policy: str, backend: str, table: RankTable, place: NodeRanks |
     """Why no other node can take a lost one's place while the others stay; "": one can."""
     if policy != "elastic":
         return "nodes have no spares with this --rdzv-backend; use flash"
-    lost_store = table.store is None and place is not None and place.group_rank == 0
+    lost_store = not table.spread and place is not None and place.group_rank == 0
     if backend == "flash-etcd" and lost_store:
         return "it was the node of rank 0, and MASTER_ADDR, which scripts have read, led to it"
     return ""
@@ -360,18 +358,14 @@ def why_no_spare(policy: str, backend: str, table: RankTable, place: NodeRanks |
 def _replace(
     live: Sequence[Member], table: RankTable, lost: Sequence[NodeRanks]
 ) -> RankTable | None:
-    """The table with a spare in the place of each lost node, and the default store, where its host
-    is one of them, on the first node that is left; None: there are not enough spares."""
-    left = [place for place in table.nodes if place not in lost]
-    if not left:
+    """The table with a spare in the place of each lost node; None: there are not enough spares, or
+    nobody is left who has what they would need."""
+    if len(lost) == len(table.nodes):
         return None
     spares = sorted(
         (m for m in live if m.state == "waiting" and table.of(m.node) is None),
         key=lambda m: m.order,
     )
-    if table.store is not None and table.store.node in [place.node for place in lost]:
-        ports = {m.node: m.port for m in live}
-        table = table.with_store_at(left[0], ports[left[0].node])
     for place in lost:
         fitting = [m for m in spares if m.slots >= place.slots and m.role == place.role]
         if not fitting:

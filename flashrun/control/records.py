@@ -69,7 +69,7 @@ class Member:
     round: int = -1
     failures: tuple[Failure, ...] = ()
     reason: str = ""
-    port: int = 0  # a free port, for workers that host their store themselves
+    port: int = 0  # of its store for the workers; a free one where these host that themselves
     base_round: int = 0  # where this node's count of rounds stands (handlers: a store per round)
     base_restarts: int = 0  # likewise for restarts
     done: bool = False  # has read the verdict
@@ -78,7 +78,9 @@ class Member:
 
     @property
     def seat(self) -> Seat:
-        return Seat(self.node, self.slots, self.role, self.addr, self.alive, self.shard)
+        return Seat(
+            self.node, self.slots, self.role, self.addr, self.alive, self.shard, self.port
+        )
 
 
 @dataclass(frozen=True)

@@ -611,8 +611,8 @@ class RecoveryMachine:
         if event.get("event") == "replay-warning":
             return [Log(f"recovery: rank {rank}: {event['reason']}", {**event, "rank": rank})]
         if event.get("event") == "default-store-moved":
-            line = f"recovery: the default store goes on at {event['address']}"
-            return [Log(f"{line} with {event['keys']} keys", event)]
+            line = f"recovery: the default store's keys that were lost with node {event['place']}"
+            return [Log(f"{line} are at {event['address']} again ({event['keys']})", event)]
         return [Log("", {**event, "rank": rank})]
 
     # --- replicas

@@ -329,8 +329,9 @@ class Supervisor:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         if helper.name == "store":
             say(
-                f"the store host (pid {helper.pid}) died ({how}): what the workers' groups are"
-                " built through is gone, so the job ends; start it again",
+                f"the store host (pid {helper.pid}) died ({how}): what the workers have in their"
+                " store is gone, so this node ends; without a spare to take its place, start the"
+                " job again",
                 "error",
             )
             self._code = 1

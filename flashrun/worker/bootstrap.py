@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 from flashrun import messages
 from flashrun.rendezvous.sharded import Scope, ScopeStore, Shards
-from flashrun.rendezvous.table import RankTable, StorePlace
+from flashrun.rendezvous.table import RankTable
 
 _TIMEOUT = timedelta(seconds=60)
 
@@ -25,7 +25,8 @@ class Bootstrap:
     """See the module.
 
     Attributes:
-        default_store: where the scripts' is, by the newest table; None: where it has always been.
+        here: number of the place of this worker's node.
+        spread: the newest table, where the scripts' default store is spread by that.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -36,11 +37,12 @@ class Bootstrap:
         self._store: Any = None
         self._generation = -1
         self._table: RankTable | None = None  # where all nodes have a shard
-        self.default_store: StorePlace | None = None
+        self.here = 0
+        self.spread: RankTable | None = None
         self._joins = -1
         self._path = environ.get(messages.TABLE, "")
         if self._path:
-            self._here = int(environ["GROUP_RANK"])
+            self.here = int(environ["GROUP_RANK"])
             self._read_table()
 
     def _read_table(self) -> None:
@@ -50,14 +52,14 @@ class Bootstrap:
             return
         self._joins = table.joins
         self._table = None
-        place = table.store
-        if place is not None and place.moves and place != self.default_store:
-            self._address, self._store = (place.addr, place.port), None
-        self.default_store = place
+        first = table.nodes[0]
+        if table.spread and first.joined:  # what was at MASTER_ADDR is lost
+            self._address, self._store = (first.addr, first.store), None
+        self.spread = table if table.spread else None
         if all(node.shard for node in table.nodes):  # otherwise the agents have said why
             self._table = table
             addresses = [(node.addr, node.shard) for node in table.nodes]
-            self._shards = Shards(addresses, self._here)
+            self._shards = Shards(addresses, self.here)
 
     def store(
         self,

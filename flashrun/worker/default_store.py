@@ -1,11 +1,13 @@
-"""The scripts' default store, in jobs that outlive the node which hosts it.
+"""The scripts' default store, in jobs that outlive any node.
 
 Under ``--rdzv-backend=flash-etcd`` what ``init_process_group`` makes at ``MASTER_ADDR`` is a
-`DefaultStore`: a client of the TCPStore that the node of rank 0 serves, which behaves like torch's.
-It knows what this rank has written (:mod:`flashrun.worker.store_keys`). When that node is lost, the
-table of the next generation names another host, the ranks bring together what each of them has
-written, and the first rank writes it there (`Home.settle`); an operation that was under way is done
-again. What can't be told exactly is a `Divergence` that names the key.
+`DefaultStore`, which behaves like torch's TCPStore. Its keys are spread over those that the nodes
+serve (:mod:`flashrun.worker.spread`), and it knows what this rank has written
+(:mod:`flashrun.worker.store_keys`). When a node is lost, the table of the next generation has
+another one in its place, the ranks bring together what each of them has written of the keys that
+were there, and that is written there again (`Shared.settle`); an operation that was under way is
+done again. All other keys stay as they are. What can't be told exactly is a `Divergence` that names
+the key.
 
 A replacement's script does the operations of the lost one again: up to the boundary at which it
 joins, and as far as the log goes beyond it, they give what the log has, and the store, which has
@@ -27,68 +29,37 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from flashrun.rendezvous.endpoint import join_host_port
-from flashrun.rendezvous.links import links_to, set_deadline
-from flashrun.rendezvous.sharded import ScopeStore
-from flashrun.rendezvous.table import StorePlace
+from flashrun.rendezvous.sharded import Scope, ScopeStore
+from flashrun.rendezvous.table import RankTable
 from flashrun.worker.replay import kinds
 from flashrun.worker.replay.api import Divergence, Mode
 from flashrun.worker.script_store import DefaultStore, install_prefixed, look
+from flashrun.worker.spread import INIT, Spread, Unreached, connect
 from flashrun.worker.store_keys import Keys, Part, Refused, merge
 
 if TYPE_CHECKING:
     from flashrun.worker.replay.session import Session
     from flashrun.worker.runtime import Runtime
 
-_ANSWER_S = 30.0  # of the host, to a request that waits for nothing
-_CONNECT = timedelta(seconds=20)
+T = TypeVar("T")
+
 _FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.05  # s between two looks for a key
+_KNOCK_S = 1.0  # between two looks whether the next node is there, while waiting for a key
 _LARGEST = 64 << 10  # bytes of an operation in the log
-_HOLDS = 3  # of one operation, before its error is the script's
+_HOLDS = 3  # of one operation with the same nodes, before its error is the script's
 
 _QUEUES = frozenset(["queue_push", "queue_pop"])
 _WRITES = _QUEUES | {"set", "add", "append", "compare_set", "delete_key", "multi_set"}
 _SAFE = frozenset(["set", "multi_set"])  # done twice it is as done once
-_RAISED = {"DistStoreError": dist.DistStoreError, "DistNetworkError": dist.DistNetworkError}
-
-
-def connect(host: str, port: int) -> Any:
-    """A client; the first answer that does not come in time ends it."""
-    store = c10d.TCPStore(host, port, None, False, _CONNECT, wait_for_workers=False)
-    for link in links_to(port).values():
-        set_deadline(link, _ANSWER_S)
-        link.close()
-    return store
-
-
-def note(keys: Keys, what: str, args: Sequence[Any], value: Any, interval: int) -> None:
-    """An operation was done, and gave `value`."""
-    if what == "set":
-        keys.set(args[0], args[1])
-    elif what == "multi_set":
-        for key, one in zip(args[0], args[1], strict=True):
-            keys.set(key, one)
-    elif what == "add":
-        keys.add(args[0], args[1], value, interval)
-    elif what == "append":
-        keys.append(args[0], args[1])
-    elif what == "compare_set":
-        keys.compare_set(args[0], args[1], args[2], value, interval)
-    elif what == "delete_key":
-        keys.delete(args[0], value)
-    elif what == "get":
-        keys.saw(args[0], value, interval)
-    elif what == "multi_get":
-        for key, one in zip(args[0], value, strict=True):
-            keys.saw(key, one, interval)
-    elif what == "wait" or (what == "check" and value):
-        for key in args[0]:
-            keys.saw(key, None, interval)
+_RAISED = {
+    kind.__name__: kind for kind in (dist.DistStoreError, dist.DistNetworkError, Unreached)
+}
 
 
 def _size(arg: Any) -> int:
@@ -103,27 +74,27 @@ def _named(args: Sequence[Any]) -> str:
     return str(key if isinstance(key, str) else next(iter(key), ""))
 
 
-class Home:
+class Shared:
     """What all default stores of a process have in common.
 
     Attributes:
         keys: what this rank knows.
-        moves: how often the host that is used is another one than before, in this round.
+        client: of all servers.
     """
 
-    def __init__(self, runtime: Runtime, environ: Mapping[str, str], place: StorePlace) -> None:
+    def __init__(
+        self, runtime: Runtime, environ: Mapping[str, str], table: RankTable, own: int
+    ) -> None:
         self._rt = runtime
         self._main = threading.get_ident()
         self._known = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        self._where = (place.addr, place.port) if place.moves else self._known
-        self.moves = place.moves
+        self.client = Spread(table, own, self._connect)
         self.keys = Keys()
-        self._client: Any = None
-        self._lock = threading.RLock()
         self._joined = not runtime.incarnation  # live since its beginning, or for a generation
         self._absorbed = False
-        self._next: tuple[StorePlace, bool] | None = None
-        self._moved_at = -1  # the boundary at which the keys were brought together
+        self._next: tuple[RankTable, set[int]] | None = None
+        # The boundary at which keys were brought together, and whose.
+        self._moved: tuple[int, set[int]] = -1, set()
         self._alive: list[Any] = []  # C++ keeps its own half alone alive (2.13)
 
     def install(self) -> Callable[[], None]:
@@ -140,12 +111,12 @@ class Home:
             if (hostname, port) != self._known or not place._torchelastic_use_agent_store():
                 return original(hostname, port, rank, world_size, timeout, *rest, **more)
             store = self.store(timeout)
-            store.add("init/", 1)  # as a TCPStore does
+            store.add(INIT, 1)
             return store
 
         @wraps(begin)
         def opened(store: Any, *args: Any, **kwargs: Any) -> None:
-            if self.moves:
+            if self.client.table.nodes[0].joined:
                 host = args[0] if args else kwargs.get("host_name")
                 port = args[1] if len(args) > 1 else kwargs.get("port")
                 if (host, port) == self._known:
@@ -179,7 +150,7 @@ class Home:
         """One operation of the script.
 
         Args:
-            run: does it, with a client; what may be waited for is looked for with `await_keys`.
+            run: does it, with a client; what may be waited for is looked for with `awaited`.
         """
         session = self._rt.replay._session
         size = sum(map(_size, args))
@@ -210,7 +181,7 @@ class Home:
                 frame,
             )
         value = _unpack(answer.payload)
-        note(self.keys, what, args, value, self._rt.boundary)
+        self.keys.note(what, args, value, self._rt.boundary)
         return value
 
     def _logged(
@@ -227,7 +198,7 @@ class Home:
             answer = session.given(kinds.STORE_GAVE, frame)
             if answer is not None:  # (it is in `keys`)
                 return _unpack(answer)
-        if doubtful and what in _WRITES and self._moved_at != self._rt.boundary:
+        if doubtful and what in _WRITES and args[0] != INIT:
             self._is_harmless(session, what, args)
         try:
             value = self._run(what, args, run)
@@ -242,12 +213,16 @@ class Home:
         return value
 
     def _is_harmless(self, session: Session, what: str, args: tuple[Any, ...]) -> None:
-        """The lost worker may have done this already, and somebody else something after it."""
-        pairs: list[tuple[str, bytes]] = [args] if what == "set" else []
+        """The lost worker may have done this already, and somebody else something after it (unless
+        the home was lost as well: it has now what is known to have been done)."""
+        pairs: list[tuple[str, Any]] = [(args[0], args[-1])]
         if what == "multi_set":
             pairs = list(zip(*args, strict=True))
-        client = self._connected()
-        if what not in _SAFE or any(look(client, key) != value for key, value in pairs):
+        boundary, lost = self._moved
+        if boundary == self._rt.boundary:
+            pairs = [(key, value) for key, value in pairs if self.client.home(key) not in lost]
+        safe = what in _SAFE
+        if any(not safe or look(self.client, key) != value for key, value in pairs):
             session.refuse(
                 f"whether the lost worker has done the default store's {what} of '{_named(args)}'"
                 " is not known"
@@ -272,9 +247,9 @@ class Home:
     def _run(self, what: str, args: tuple[Any, ...], run: Callable[[Any], Any]) -> Any:
         holds = 0
         while True:
-            moves = self.moves
+            table = self.client.table
             try:
-                value = run(self._connected())
+                value = run(self.client)
             except dist.DistStoreError:
                 raise
             except RuntimeError as error:
@@ -282,7 +257,10 @@ class Home:
                 if not self._may_hold() or holds > _HOLDS:
                     raise
                 self._hold(error, what, args)
-                if what in _WRITES - _SAFE and self.moves == moves:
+                asked = what in _WRITES - _SAFE and not isinstance(error, Unreached)
+                if self.client.table.joins > table.joins:
+                    holds = 0
+                if asked and not self._moved_since(table, args[0]):
                     self._rt.diverged(
                         Divergence(
                             f"rank {self._rt.rank} got no answer to the default store's {what} of"
@@ -291,19 +269,23 @@ class Home:
                     )
                 continue
             if self._rt.mode is Mode.LIVE:
-                note(self.keys, what, args, value, self._rt.boundary)
+                self.keys.note(what, args, value, self._rt.boundary)
             return value
+
+    def _moved_since(self, table: RankTable, key: str) -> bool:
+        """Whether another node than then is the home of a key."""
+        return self.client.home(key) in self.client.table.taken_since(table.joins)
 
     def _may_hold(self) -> bool:
         return threading.get_ident() == self._main and self._rt.mode is Mode.LIVE
 
     def _hold(self, error: Exception, what: str, args: tuple[Any, ...]) -> None:
-        """As a collective that fails: the host may be lost."""
+        """As a collective that fails: the home may be lost."""
         rt = self._rt
         if rt.laggard.running:
             rt.diverged(
                 Divergence(
-                    f"rank {rt.rank} was one boundary behind when the host of the default store was"
+                    f"rank {rt.rank} was one boundary behind when a node of the default store was"
                     f" lost, and its script asks there for {what} of '{_named(args)}'"
                 )
             )
@@ -311,34 +293,52 @@ class Home:
             if rt.pending == rt.generation:
                 rt.suspect(error)
             rt.enter()
-        with self._lock:
-            self._client = None
 
     def await_keys(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Look until all are there. (A wait in the server could not be ended for a recovery.)
+        """Look until all are there, see `awaited`."""
+        missing = list(keys)
+
+        def there() -> bool | None:
+            nonlocal missing
+            missing = self.client.missing(missing)
+            return None if missing else True
+
+        self.awaited(there, keys, timeout)
+
+    def awaited(
+        self, look: Callable[[], T | None], keys: Sequence[str], timeout: timedelta
+    ) -> T:
+        """Look until there is something. (A wait in the server could not be ended for a recovery.)
 
         Raises:
             DistStoreError: not in time; torch's words.
         """
-        rt = self._rt
-        end = time.monotonic() + timeout.total_seconds()
+        now = time.monotonic()
+        end, next_knock = now + timeout.total_seconds(), now + _KNOCK_S
         pause = _FIRST_PAUSE
-        while not self._connected().check(list(keys)):
-            if time.monotonic() >= end:
+        while (found := look()) is None:
+            now = time.monotonic()
+            if now >= end:
                 spent = int(timeout.total_seconds() * 1000)
                 named = ", ".join(f"/{key}" for key in keys)
                 raise dist.DistStoreError(f"wait timeout after {spent}ms, keys: {named}")
-            if self._may_hold() and rt.pending > rt.generation and not rt.laggard.running:
-                with rt.hold_lock:
-                    rt.enter()
+            if self._is_called():
+                with self._rt.hold_lock:
+                    self._rt.enter()
+            elif now >= next_knock and self._may_hold() and not self._rt.laggard.running:
+                self.client.knock()
+                next_knock = now + _KNOCK_S
             time.sleep(pause)
             pause = min(pause * 1.5, _LAST_PAUSE)
+        return found
 
-    def _connected(self) -> Any:
-        with self._lock:
-            if self._client is None:
-                self._client = connect(*self._where)
-            return self._client
+    def _is_called(self) -> bool:
+        """A recovery waits for this thread."""
+        rt = self._rt
+        return self._may_hold() and rt.pending > rt.generation and not rt.laggard.running
+
+    def _connect(self, host: str, port: int) -> Any:
+        return connect(host, port, self._is_called)
 
     # --- recovery, on the script's thread
 
@@ -354,11 +354,12 @@ class Home:
             elif record.kind == kinds.STORE_GAVE and asked is not None:
                 kind, value = marshal.loads(record.payload)
                 if not kind:
-                    note(self.keys, *asked, value, self._rt.boundary)
+                    self.keys.note(*asked, value, self._rt.boundary)
                 asked = None
 
     def settle(self, generation: int) -> None:
-        """Bring the keys together on the present host, where its predecessor was lost.
+        """Bring the keys together whose homes were lost; the first rank of each of these places
+        writes there what it had.
 
         Raises:
             Divergence: it can't be done exactly.
@@ -369,51 +370,54 @@ class Home:
         store = rt.bootstrap.store(
             generation, "default-store", range(rt.world_size), patience, rt.wanted(generation)
         )
-        place = rt.bootstrap.default_store
-        assert place is not None  # a round has it or not
-        published = False
-        if place.moves:
+        table = rt.bootstrap.spread
+        assert table is not None  # a round has it or not
+        lost: set[int] = set()
+        if table.joins:
             if not isinstance(store, ScopeStore):
-                raise Divergence("the default store moves only where all nodes have shards")
-            at = str(self.moves) if self._joined else ""
+                raise Divergence(
+                    "keys of the default store were lost with a node, and the ranks bring theirs"
+                    " together only where all nodes have shards"
+                )
             try:
-                word = self.keys.to_word(replaced=not self._joined, at=at)
-                parts = [Part.from_word(w) for w in store.scope.meet("keys", rt.rank, word)]
-                # Who is live with the new host already knows it to be complete.
-                published = all(part.at != str(place.moves) for part in parts)
-                merged = merge(parts, rt.boundary) if published else {}
+                parts = self._brought(store.scope, table)
+                # Who is live with a table already knows what it says to be complete.
+                lost = set(table.taken_since(max(part.at for part in parts)))
+                mine = [part.of(lambda key: self.client.home(key) in lost) for part in parts]
+                merged = merge(mine, rt.boundary)
             except Refused as error:
                 raise Divergence(str(error)) from error
-            if published and rt.rank == 0:
-                _publish(place, merged)
-                where = join_host_port(place.addr, place.port)
-                rt.log(
-                    {"event": "default-store-moved", "address": where, "keys": len(merged)}
-                )
-        self._next = place, published
+            for place in lost:
+                if rt.rank == table.nodes[place].base_rank:
+                    self._put_again(table, place, merged)
+        self._next = table, lost
+
+    def _brought(self, scope: Scope, table: RankTable) -> list[Part]:
+        """By every rank: what it has of the keys whose home is another node than when it was live,
+        for all that it knows."""
+        at = self.client.table.joins if self._joined else 0
+        taken = table.taken_since(at)
+        keys = self.keys.of(lambda key: self.client.home(key) in taken)
+        word = keys.to_word(replaced=not self._joined, at=at)
+        return [Part.from_word(w) for w in scope.meet("keys", self._rt.rank, word)]
+
+    def _put_again(self, table: RankTable, place: int, merged: Mapping[str, bytes]) -> None:
+        keys = {key: value for key, value in merged.items() if self.client.home(key) == place}
+        Spread(table, place).put_again(place, keys)
+        node = table.nodes[place]
+        where = join_host_port(node.addr, node.store)
+        self._rt.log(
+            {"event": "default-store-moved", "place": place, "address": where, "keys": len(keys)}
+        )
 
     def arrive(self) -> None:
         """All have come to the end of `settle`."""
         self._joined = True
         if self._next is None:
             return
-        (place, published), self._next = self._next, None
-        if place.moves != self.moves:
-            self.moves = place.moves
-            self._where = place.addr, place.port
-            with self._lock:
-                self._client = None
-        self._moved_at = self._rt.boundary if published else -1
-
-
-def _publish(place: StorePlace, keys: Mapping[str, bytes]) -> None:
-    client = connect(place.addr, place.port)
-    for key in client.list_keys():  # of an attempt before this one
-        if key not in keys:
-            client.delete_key(key)
-    for key, value in keys.items():
-        client.set(key, value)
-    client.num_keys()  # answered after all of them
+        (table, lost), self._next = self._next, None
+        self.client.use(table)
+        self._moved = self._rt.boundary, lost
 
 
 def _unpack(payload: bytes) -> Any:

@@ -150,8 +150,8 @@ class Rejoining:
             rt.peers.fetch_outputs(generation, rt.boundary, rebuild["donors"], first)
             rt.replay.after_state(rt, rt.boundary)
             rt.has_state = True
-        if rt.home is not None:
-            rt.home.settle(generation)
+        if rt.default_store is not None:
+            rt.default_store.settle(generation)
         for ident in self._existing():
             rt.build(rt.groups[ident], generation)
         rt.channel.send(
@@ -164,8 +164,8 @@ class Rejoining:
             standing="built",
         )
         rt.await_word("go", generation)
-        if rt.home is not None:
-            rt.home.arrive()
+        if rt.default_store is not None:
+            rt.default_store.arrive()
         self._issue_again(generation, first)
         rt.channel.withdraw("held", "built", "digest", "suspect", "failed")
         rt.channel.send({"op": "live", "generation": generation})

@@ -36,7 +36,7 @@ from flashrun.worker.communicator import (
     use_address,
 )
 from flashrun.worker.completion import Completion
-from flashrun.worker.default_store import Home
+from flashrun.worker.default_store import Shared
 from flashrun.worker.futures import Futures
 from flashrun.worker.heartbeat import Heartbeat
 from flashrun.worker.hook_state import HookStates
@@ -70,7 +70,7 @@ class Runtime:
         generation: the one whose communicators the script uses.
         pending: the newest one that the machine has opened; the worker is live while it equals
             `generation`.
-        home: of the script's default store, where that outlives its host.
+        default_store: the scripts', where that outlives any node; what all have in common.
         patience: s in which a word of the machine comes, if one comes.
         has_state: the state here is that of `boundary`; False for a replacement until
             a donor has sent it.
@@ -142,8 +142,10 @@ class Runtime:
         path = environ[messages.CHANNEL]
         said = messages.left(path, self.rank)
         self.channel = Channel(path, self._hello, self._receive, said, self.incarnation)
-        place = self.bootstrap.default_store
-        self.home = None if place is None else Home(self, environ, place)
+        table = self.bootstrap.spread
+        self.default_store = (
+            None if table is None else Shared(self, environ, table, self.bootstrap.here)
+        )
 
     # --- beginning and end
 
@@ -154,8 +156,8 @@ class Runtime:
         process_group.install(self)
         comm_hooks.install(self.log, self.hook_states.add)
         reductions.install()
-        if self.home is not None:
-            self.home.install()
+        if self.default_store is not None:
+            self.default_store.install()
         self.channel.start()
         if self.mode is Mode.LIVE:
             self.replay.start_recording(self)

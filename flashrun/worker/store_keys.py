@@ -1,8 +1,8 @@
 """What one rank knows of the default store's keys, and what all of them together make of it. Pure.
 
-Each rank keeps what it has itself written, and what it has read lately. When the store's host is
-lost, these are brought together (`merge`), and that is exact where the order of two ranks' writes
-does not matter:
+Each rank keeps what it has itself written, and what it has read lately. When a node is lost, what
+they have of the keys whose home it was is brought together (`merge`), and that is exact where the
+order of two ranks' writes does not matter:
 
 - a key that one rank alone has written, in whatever way, has the value that this rank gave it last;
 - a key to which several have only added has the sum of what they added;
@@ -17,8 +17,8 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 ADDED, SAME, OWN = "added", "same", "own"  # only added to; only set to one value; anything else
@@ -107,17 +107,49 @@ class Keys:
             past = [*past, zlib.crc32(known.value)][-_PAST:]
         self.written[key] = Written(OWN, value, past)
 
+    def note(self, what: str, args: Sequence[Any], value: Any, interval: int) -> None:
+        """An operation of the store was done, and gave `value`."""
+        if what == "set":
+            self.set(args[0], args[1])
+        elif what == "multi_set":
+            for key, one in zip(args[0], args[1], strict=True):
+                self.set(key, one)
+        elif what == "add":
+            self.add(args[0], args[1], value, interval)
+        elif what == "append":
+            self.append(args[0], args[1])
+        elif what == "compare_set":
+            self.compare_set(args[0], args[1], args[2], value, interval)
+        elif what == "delete_key":
+            self.delete(args[0], value)
+        elif what == "get":
+            self.saw(args[0], value, interval)
+        elif what == "multi_get":
+            for key, one in zip(args[0], value, strict=True):
+                self.saw(key, one, interval)
+        elif what == "wait" or (what == "check" and value):
+            for key in args[0]:
+                self.saw(key, None, interval)
+
+    def of(self, wanted: Callable[[str], bool]) -> Keys:
+        """Some of the keys."""
+        return Keys(
+            {key: written for key, written in self.written.items() if wanted(key)},
+            {key: seen for key, seen in self.read.items() if wanted(key)},
+        )
+
     def to_word(self, **more: Any) -> str:
         """One line, with some more that is JSON.
 
         Raises:
-            Refused: it is too large.
+            Refused: they are too large.
         """
         size = sum(len(key) + len(w.value or b"") for key, w in self.written.items())
         if size > _MOST:
             raise Refused(
-                f"this rank has written {size >> 20} MB into the default store, more than the"
-                f" {_MOST >> 20} MB that it can bring to another host; share large values by files"
+                f"this rank has written {size >> 20} MB into the default store that were lost with"
+                f" a node, more than the {_MOST >> 20} MB that it can bring to another one; share"
+                " large values by files"
             )
         body = {
             "written": {k: [w.how, _text(w.value), w.past] for k, w in self.written.items()},
@@ -133,12 +165,16 @@ class Part:
 
     Attributes:
         replaced: the rank was lost, so what it did after the boundary is not known.
-        at: where the store is that this rank uses.
+        at: the joins of the table by which this rank has used the store; a replacement: 0.
     """
 
     keys: Keys
     replaced: bool
-    at: str
+    at: int
+
+    def of(self, wanted: Callable[[str], bool]) -> Part:
+        """Some of the keys."""
+        return replace(self, keys=self.keys.of(wanted))
 
     @staticmethod
     def from_word(word: str) -> Part:
@@ -148,7 +184,7 @@ class Part:
             for key, (how, value, past) in body["written"].items()
         }
         read = {k: (_bytes(value), int(at)) for k, (value, at) in body["read"].items()}
-        return Part(Keys(written, read), bool(body["replaced"]), str(body["at"]))
+        return Part(Keys(written, read), bool(body["replaced"]), int(body["at"]))
 
 
 def _text(value: bytes | None) -> str | None:
@@ -160,7 +196,7 @@ def _bytes(text: str | None) -> bytes | None:
 
 
 def merge(parts: Sequence[Part], boundary: int) -> dict[str, bytes]:
-    """All keys, by the rules of the module.
+    """All these keys, by the rules of the module.
 
     Args:
         parts: of every rank, in order.
