@@ -116,7 +116,7 @@ class Peers:
             (ident, seq)
             for ident, number in (below or {}).items()
             for seq in range(self._base(ident, boundary), number)
-            if ident in self._rt.groups
+            if ident in self._rt.groups or not boundary  # at 0 it may be made later
         }
         for address in donors.values():
             if below is not None and wanted <= self.served.keys():

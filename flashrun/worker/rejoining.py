@@ -178,6 +178,9 @@ class Rejoining:
     ) -> None:
         """Operations that are not issued again have completed somewhere: here as well, then."""
         rt = self._rt
+        if not rt.boundary and not rt.groups:  # this script has yet to begin
+            rt.peers.fetch_outputs(generation, 0, donors, first)
+            return
         with rt.lock:
             undone = [
                 e
@@ -186,11 +189,13 @@ class Rejoining:
             ]
         if not undone:
             return
+        to_come = dict(rt.peers.served)  # what this script has not asked for yet
         rt.peers.fetch_outputs(generation, rt.boundary, donors, first)
         with rt.lock:
             for op in undone:
                 op.receive(rt.peers.served[op.group.ident, op.seq])
         rt.peers.served.clear()
+        rt.peers.served.update(to_come)
 
     def _take_numbers(self, numbers: Mapping[str, int]) -> None:
         """A catch-up has skipped forward and backward with their collectives: take the count of

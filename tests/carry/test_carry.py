@@ -62,6 +62,8 @@ KINDS = [
     Kind("hook_fp16"),
     Kind("join", ("0",)),
     Kind("metrics_after"),
+    Kind("in_globals"),
+    Kind("by_hand", lines=30),  # no boundary: all of it runs again
     Kind("ema_rank0", victims=(1, 2)),
     Kind("compiled", slow=True, timeout=200),
     Kind("hf_trainer", slow=True, timeout=200, needs=("transformers", "accelerate"), unlike=TIMES),

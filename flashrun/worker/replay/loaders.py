@@ -2,7 +2,7 @@
 
 The door is the fetcher (``torch/utils/data/_utils/fetch.py``, torch 2.13), which every loader of
 one process goes through, also torchdata's ``StatefulDataLoader``. Skipped are fetches from
-map-style datasets that hold no generator and no Python values that fetching changes. Iterable
+map-style datasets where fetching changes no Python values and no generator of the script. Iterable
 datasets are iterated for real (their place is in their own code), and loaders with worker processes
 run their workers for real: a worker's random state comes from all it has fetched before.
 
@@ -25,12 +25,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.data._utils import fetch as torch_fetch
 from torch.utils.weak import TensorWeakRef
 
-from flashrun.worker.replay import kinds, standins
+from flashrun.worker.replay import kinds, standins, surroundings
 
 if TYPE_CHECKING:
     from flashrun.worker.replay.session import Session
 
 _SHAPE = struct.Struct("<QI")  # ordinal, check of the structure
+WATCHED = 2  # real fetches from each dataset
 _SMALL = 4096  # elements up to which a stand-in has memory of its own
 
 
@@ -65,6 +66,8 @@ class Loaders:
         self._standing: list[_Standing] = []
         self._prune_at = 64
         self._real_only: dict[int, tuple[Any, bool]] = {}  # id(dataset) -> dataset, verdict
+        # id(dataset) -> dataset, real fetches that were watched
+        self._watched: dict[int, tuple[Any, int]] = {}
         self._original: Callable[[Any, Any], Any] = torch_fetch._MapDatasetFetcher.fetch
 
     def fetch(self, original: Callable[[Any, Any], Any], map_style: bool) -> Any:
@@ -106,6 +109,7 @@ class Loaders:
                 not map_style
                 or session.starting()
                 or session.near_target()
+                or self._is_new(fetcher.dataset)
                 or check not in self._templates
                 or self._must_be_real(fetcher.dataset)
                 or self._must_be_real(fetcher.collate_fn)
@@ -119,10 +123,15 @@ class Loaders:
         real_run: list[Any] = []
 
         def real() -> Any:
-            before = standins.object_values(fetcher.dataset) if session.starting() else None
+            dataset = fetcher.dataset
+            watched = map_style and self._is_new(dataset) and not self._must_be_real(dataset)
+            before = self._around(fetcher) if watched else None
             batch = original(fetcher, index)
-            if before is not None and before != standins.object_values(fetcher.dataset):
-                self._real_only[id(fetcher.dataset)] = (fetcher.dataset, True)
+            if watched:
+                known = self._watched.get(id(dataset), (dataset, 0))
+                self._watched[id(dataset)] = dataset, known[1] + 1
+                if before != self._around(fetcher):
+                    self._real_only[id(dataset)] = (dataset, True)
             real_run.append(batch)
             return batch
 
@@ -139,6 +148,16 @@ class Loaders:
                 with session.quiet():
                     self._templates[check] = _template(batch)
         return batch
+
+    def _is_new(self, dataset: Any) -> bool:
+        """Whether it was not yet seen what reading changes besides."""
+        return self._watched.get(id(dataset), (None, 0))[1] < WATCHED
+
+    def _around(self, fetcher: Any) -> tuple[list[Any], list[Any]]:
+        dataset = fetcher.dataset
+        with self.session.quiet():
+            around = surroundings.look((dataset, type(dataset), fetcher.collate_fn))
+        return standins.object_values(dataset), around
 
     def _must_be_real(self, value: Any) -> bool:
         known = self._real_only.get(id(value))

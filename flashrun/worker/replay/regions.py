@@ -145,7 +145,7 @@ class Regions:
                 or session.completes()
                 or _will_rebuild_buckets(module)
             )
-            before = standins.python_values(module) if real else None
+            before = standins.values_around(module) if real and not known.real_only else None
             again = None
             if session.remembers_outputs():
                 again = self.outputs.about_to_call(original, module, args, kwargs, known)
@@ -229,10 +229,10 @@ class Regions:
     ) -> None:
         if not standins.can_stand_in(output):
             known.real_only = True
-        after = standins.python_values(module)
-        if before is not None and after[0] != before[0]:
+        after = standins.values_around(module) if before is not None else None
+        if after is not None and after[0] != before[0]:
             known.real_only = True  # its forward changes Python values (a counter, a list)
-        if before is not None and calls > 0 and after[1] != before[1] and not known.warned:
+        if after is not None and calls > 0 and after[1] != before[1] and not known.warned:
             known.warned = True
             self.session.warn(
                 f"{type(module).__name__} keeps tensors between calls that are not buffers: their "

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from flashrun.worker.replay import surroundings
+
 LARGE = 1 << 20  # elements above which an output is not copied for every call
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _PLAIN = (int, float, str, bool, bytes, complex, type(None))
@@ -194,6 +196,12 @@ def python_values(module: torch.nn.Module) -> tuple[list[Any], list[Any]]:
         elif isinstance(value, _SIZED):
             plain.append((key, len(value)))
     return plain, tensors
+
+
+def values_around(module: torch.nn.Module) -> tuple[list[Any], list[Any]]:
+    """The same, and what else of the script a call of the module may change."""
+    plain, tensors = python_values(module)
+    return [*plain, *surroundings.look((module, type(module)))], tensors
 
 
 def object_values(value: Any, depth: int = 3) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from flashrun.worker.replay import kinds, standins, unprofiled
+from flashrun.worker.replay import kinds, standins, surroundings, unprofiled
 from flashrun.worker.replay.unreal import USED, is_whole
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class Steps:
         self._session = session
         self.known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.accumulates = False
+        # a step of theirs changes values of Python or generators besides
+        self._real_only: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
@@ -126,12 +128,18 @@ class Steps:
             if not session.replaying:
                 return session.run_region(lambda: original(optimizer, *args, **kwargs))[0]
             steps = self.taken.get(optimizer, 0)
-            real = steps < REAL_STEPS or session.starting()
+            real = steps < REAL_STEPS or session.starting() or optimizer in self._real_only
             self.taken[optimizer] = steps + 1
 
             def run() -> Any:
                 with session.quiet():
-                    return original(optimizer, *args, **kwargs)
+                    if optimizer in self._real_only or steps >= REAL_STEPS:
+                        return original(optimizer, *args, **kwargs)
+                    before = surroundings.look((optimizer, type(optimizer)))
+                    value = original(optimizer, *args, **kwargs)
+                    if before != surroundings.look((optimizer, type(optimizer))):
+                        self._real_only.add(optimizer)
+                    return value
 
             value = session.replay_region(run, lambda _: None if real else _nothing)[0]
             self._mark_step(optimizer)
