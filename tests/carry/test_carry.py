@@ -63,6 +63,7 @@ KINDS = [
     Kind("join", ("0",)),
     Kind("metrics_after"),
     Kind("in_globals"),
+    Kind("saved_in_memory"),
     Kind("by_hand", lines=30),  # no boundary: all of it runs again
     Kind("ema_rank0", victims=(1, 2)),
     Kind("compiled", slow=True, timeout=200),
@@ -74,6 +75,7 @@ KINDS = [
     Kind("hook_powersgd", restart="PowerSGD hook kept", either=True),
     Kind("best_restored", restart="script keeps best", either=True, after=0.2),
     Kind("local_sgd", restart="differs between ranks"),
+    Kind("in_threads", restart="a thread of the script reads"),
     Kind("join", ("1",), restart=UNEVEN, either=True),
     Kind("join", ("3",), restart=UNEVEN, either=True, slow=True),
     Kind("no_group", restart="had formed a process group"),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashrun.worker.replay import kinds, memory
+from flashrun.worker.replay import kinds, memory, threads
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -99,6 +99,8 @@ def _bulk_door(
 
     def door(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if session.depth or not session.on or get_ident() != session.main:
+            if session.replaying and get_ident() != session.main:
+                threads.check(session, self)
             return original(self, *args, **kwargs)
         frame = sys._getframe(1)
         if frame.f_code.co_filename.endswith(_SAMPLERS):

@@ -32,6 +32,7 @@ ALLCLOSE = 30
 NONZERO = 31
 SEEDED = 32
 SHAPES = 33  # the shapes of a result that depend on values
+SAVED = 34  # what was saved into memory
 
 WORLD = 60  # and up: answers of the outside world, see world.py
 

@@ -184,7 +184,9 @@ class Session:
             loaders,
             objects,
             regions,
+            saved,
             shapes,
+            threads,
         )
         from flashrun.worker.replay.fileview import FileView
 
@@ -196,7 +198,9 @@ class Session:
         objects.install(self)
         self.view = FileView(self)
         self.view.install()
+        saved.install(self)
         leaks.install(self)
+        threads.install(self)
         os.register_at_fork(after_in_child=self._in_child)
 
     def _in_child(self) -> None:

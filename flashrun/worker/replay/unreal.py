@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from threading import get_ident
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -290,7 +291,11 @@ class Unreal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if facts.each:
             return self._each(facts, func, args, kwargs)
         session = self._session
-        if facts.reads and not session.depth and not (facts.by_index and not _unreal_mask(args)):
+        if (
+            facts.reads
+            and (not session.depth or get_ident() != session.main)
+            and not (facts.by_index and not _unreal_mask(args))
+        ):
             raise session.diverged(
                 f"'{facts.name}' reads values that the replay does not compute ({source}) and that "
                 "the log does not hold",
