@@ -202,6 +202,17 @@ def _members(ranks: Sequence[Rank]) -> dict[str, list[int]]:
     return members
 
 
+def let_go(ranks: Sequence[Rank]) -> str | None:
+    """Why what this interval's collectives have given can't be given again."""
+    those = [i for i, r in enumerate(ranks) if r.held is not None and r.held.get("let_go")]
+    if not those:
+        return None
+    return (
+        f"rank(s) {those} have let go of what collectives gave since the last optimizer step, of"
+        " which there were too many to keep"
+    )
+
+
 def first_again(ranks: Sequence[Rank]) -> tuple[dict[str, int], str | None]:
     """Per group the first operation of the interval that is issued again by everybody.
 

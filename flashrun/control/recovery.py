@@ -32,6 +32,7 @@ from flashrun.control.held import (
     Rank,
     donors_of,
     first_again,
+    let_go,
     mismatch,
     numbers,
     out_of_step,
@@ -112,6 +113,7 @@ class RecoveryMachine:
         self.shared: list[str] = []  # what scripts keep in places of their own, equal everywhere
         self.unshared: list[str] = []  # what was seen to differ
         self.capped = False  # a rank has said that a cap leaves out inputs of collectives
+        self.limited = False  # a rank has said that it keeps no more of what an interval gave
         self.proofs: dict[str, dict[str, Message]] = {}  # boundary -> rank -> message
         self.marks: dict[str, float] = {}
         self.plan: Message = {}
@@ -494,7 +496,8 @@ class RecoveryMachine:
         held = [r.held for r in self.ranks if r.held is not None]
         taken = {name for word in held for name in word.get("taken", ())}
         self.plan["own"] = sorted(taken)  # what the others have, too, is not looked at
-        reason = mismatch(self.ranks, self.target, self.alike) or self._compared()
+        reason = let_go(self.ranks) or mismatch(self.ranks, self.target, self.alike)
+        reason = reason or self._compared()
         if reason:
             return self.restart(reason)
         first, reason = first_again(self.ranks)
@@ -608,6 +611,9 @@ class RecoveryMachine:
             first, self.capped = not self.capped, True
             line = f"recovery: {event['reason']}; give a larger --retain" if first else ""
             return [Log(line, {**event, "rank": rank})]
+        if event.get("event") == "retention-limit":
+            first, self.limited = not self.limited, True
+            return [Log(f"recovery: {event['reason']}" if first else "", {**event, "rank": rank})]
         if event.get("event") == "replay-warning":
             return [Log(f"recovery: rank {rank}: {event['reason']}", {**event, "rank": rank})]
         if event.get("event") == "default-store-moved":

@@ -131,13 +131,14 @@ class Op:
         handle: the operation on the present communicator; None: not issued there.
         issued: it was given to a communicator, so its outputs may hold anything.
         kept: bytes of copies in `saved` (see `retention`).
+        held: bytes that this entry keeps in memory, copies and all that it refers to.
         done: completed on this rank, so the script may have gone on with the result.
         dropped: issued again although done, for the others' sake; kept until it ends.
     """
 
     __slots__ = (
-        "args", "aside", "done", "dropped", "future", "group", "handle", "in_backward", "interval",
-        "issued", "kept", "kind", "results", "saved", "seq",
+        "args", "aside", "done", "dropped", "future", "group", "handle", "held", "in_backward",
+        "interval", "issued", "kept", "kind", "results", "saved", "seq",
     )  # fmt: skip
 
     def __init__(
@@ -161,6 +162,7 @@ class Op:
         self.handle: Handle | None = None
         self.issued = False
         self.kept = 0
+        self.held = 0
         self.done = False
         self.dropped: Any = None
         self.future: Any = None
@@ -179,6 +181,10 @@ class Op:
 
     def inputs(self) -> Tensors:
         return flatten(KINDS[self.kind].inputs(self.args))
+
+    def weight(self) -> int:
+        """Bytes that it keeps in memory, about: it has at least some objects."""
+        return 1024 + self.kept + sum([t.numel() * t.element_size() for t in self.outputs()])
 
     def retain(self, room: float) -> int:
         """Keep the inputs: copies where the operation overwrites them or where they are small.

@@ -101,6 +101,7 @@ class Rejoining:
                 "boundary": rt.boundary,
                 "state": rt.has_state,
                 "finished": rt.finished,
+                "let_go": rt.retention.let_go == rt.boundary,
                 "taken": rt.own.taken_lately(rt.boundary),
                 "kept": sorted(rt.own.names_at(rt.boundary)),
                 "groups": groups,

@@ -513,6 +513,9 @@ class Runtime:
             self.unchanged.after(op)
         op.keep_results()
         op.complete()
+        if self.retention.held > self.retention.limit:
+            with self.lock:
+                self.retention.relieve(self.log_of[self.boundary], self.boundary)
         if (
             op.interval > self._released
             and KINDS[op.kind].synchronizes

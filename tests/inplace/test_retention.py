@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flashrun import messages
+from flashrun.worker.retention import Retention
 from flashrun.worker.runtime import Runtime
 from tests.inplace.harness import Job, Outcome, same
 
@@ -83,6 +84,60 @@ def test_a_cap_that_suffices() -> None:
     outcome = run(str(2 * GRADIENTS), dies_in_backward)
     assert outcome.end == "done", outcome.reason
     assert not same(run("on").results, outcome.results)
+
+
+EVALUATED = 3  # the interval in which gathers.py evaluates
+
+
+def keeps_little(rank: int, incarnation: int) -> None:
+    """As on a machine with little memory."""
+    init = Retention.__init__
+
+    def made(retention, *args):  # type: ignore[no-untyped-def]
+        init(retention, *args)
+        retention.limit = 1 << 20
+
+    Retention.__init__ = made  # type: ignore[method-assign]
+
+
+def dies_at(interval: int, gather: int) -> Any:
+    """Rank 1 dies as it issues that all-gather of the interval (0: its first collective)."""
+
+    def prepare(rank: int, incarnation: int) -> None:
+        keeps_little(rank, incarnation)
+        issue, pid = Runtime.issue, os.getpid()
+        count = 0
+
+        def issued(runtime, group, kind, args):  # type: ignore[no-untyped-def]
+            nonlocal count
+            if (rank, incarnation, runtime.boundary) == (1, 0, interval):
+                count += kind == "allgather"
+                if count >= gather:
+                    os.kill(pid, signal.SIGKILL)
+            return issue(runtime, group, kind, args)
+
+        Runtime.issue = issued  # type: ignore[method-assign]
+
+    return prepare
+
+
+def test_an_interval_without_an_end_does_not_fill_memory() -> None:
+    """An evaluation gathers 20 MB, of which 1 MB is kept; before and after it all is as ever."""
+    outcome = Job("gathers.py", 3, (STEPS,), in_child=keeps_little).run()
+    assert outcome.end == "done", outcome.output
+    said = [e for e in outcome.events if e.get("event") == "retention-limit"]
+    assert {e["rank"] for e in said} == {0, 1, 2} and len(said) == 3
+    assert all(1 << 20 < e["bytes"] < 3 << 20 for e in said), said
+    assert len([line for line in outcome.lines if "more than is kept" in line]) == 1
+    for result in outcome.results.values():
+        assert result.pop("held") < 3 << 20
+    fault = Job("gathers.py", 3, (STEPS,), in_child=dies_at(EVALUATED, 40)).run()
+    assert fault.end == "restart" and "have let go of what collectives gave" in fault.reason
+    later = Job("gathers.py", 3, (STEPS,), in_child=dies_at(EVALUATED + 2, 0)).run()
+    assert later.end == "done", later.reason
+    for result in later.results.values():
+        result.pop("held")
+    assert not same(outcome.results, later.results)
 
 
 def test_off_recovers_where_no_collective_was_under_way() -> None:
