@@ -41,7 +41,7 @@ _FOREIGN = (
 
 
 def _is_foreign(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _FOREIGN
+    return str(kind.__module__).partition(".")[0] in _FOREIGN
 
 
 def state_of(value: Any) -> Any:
@@ -91,7 +91,16 @@ def _members(thing: Any) -> Iterator[Any]:
                 own = list(vars(module).items())
                 yield from (v for name, v in own if name not in _MODULE_KEYS)
     elif not _is_foreign(kind):
-        yield from list(getattr(thing, "__dict__", {}).values())
+        yield from _attributes(thing)
+
+
+def _attributes(thing: Any) -> list[Any]:
+    """Without running any code of the script (properties, proxies)."""
+    try:
+        own = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return []
+    return list(own.values()) if isinstance(own, dict) else []
 
 
 def _is_full(cell: Any) -> bool:
@@ -103,7 +112,7 @@ def _is_full(cell: Any) -> bool:
 
 
 def _is_of_script(kind: type) -> bool:
-    module = sys.modules.get(kind.__module__)
+    module = sys.modules.get(str(kind.__module__))
     return module is not None and _is_own(module)
 
 
