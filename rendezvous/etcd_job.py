@@ -4,7 +4,7 @@ Under ``/flashrun/<run id>/``:
 
 ======================  =================================================================
 ``job``                 ``<name>.<lease>``: the job that goes by this run id now
-``agents/<name>/<id>``  an agent of it that lives; goes `ALIVE_S` after the node has died
+``agents/<name>/<id>``  a node of it that lives, and what it is; goes `ALIVE_S` after it has died
 ======================  =================================================================
 
 and everything else of that job under ``/flashrun/<run id>/<name>/``. All of it has one lease, which
@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -28,6 +29,7 @@ from flashrun.rendezvous.lease import Lease
 ALIVE_S = 10.0
 KEPT_S = 3600.0
 _JOB = "job"
+_NOTHING_YET = b"{}"  # is known of a node that has just come
 _DOUBT_S = 1.5 * ALIVE_S
 
 Look = Callable[[ControlStore], Literal["over", "doubtful", "lives"]]
@@ -52,7 +54,8 @@ class JobFolder:
         self.name = name
         self._kept = kept
         self._alive = alive
-        self._me = f"{_agents_of(name)}{me}"
+        self._me = f"{agents_of(name)}{me}"
+        self._shown = _NOTHING_YET
         self.store = base.under(name.partition(".")[0], kept)
 
     @classmethod
@@ -114,7 +117,7 @@ class JobFolder:
     @classmethod
     def _enter(cls, base: EtcdStore, me: str, name: str, kept: Lease) -> JobFolder | None:
         folder = cls(base, name, kept, base.lease(ALIVE_S), me)
-        shown = base.transaction({_JOB: name.encode()}, [Put(folder._me, b"1", folder._alive)])
+        shown = base.transaction({_JOB: name.encode()}, [folder._sign(folder._alive)])
         if not shown:
             folder._alive.revoke()
         return folder if shown else None
@@ -124,13 +127,25 @@ class JobFolder:
         kept, alive = base.lease(KEPT_S), base.lease(ALIVE_S)
         name = f"{uuid.uuid4().hex[:12]}.{kept.id}"
         folder = cls(base, name, kept, alive, me)
-        puts = [Put(_JOB, name.encode(), kept), Put(folder._me, b"1", alive)]
+        puts = [Put(_JOB, name.encode(), kept), folder._sign(alive)]
         expected = None if base.get(_JOB) is None else before  # it may have gone with its lease
         if base.transaction({_JOB: expected}, puts):
             return folder
         kept.revoke()
         alive.revoke()
         return None
+
+    def _sign(self, alive: Lease) -> Put:
+        """Of life."""
+        return Put(self._me, self._shown, alive)
+
+    def show(self, what: bytes) -> None:
+        """For the eyes of people: what this node is, as long as it lives."""
+        if what == self._shown:
+            return
+        self._shown = what
+        with suppress(LeaseLost):  # then `look_after` does it
+            self._base.transaction({}, [self._sign(self._alive)])
 
     def look_after(self) -> None:
         """Show again that this agent lives where that was forgotten, because the store was away.
@@ -141,8 +156,7 @@ class JobFolder:
         if not self._alive.lost.is_set():
             return
         alive = self._base.lease(ALIVE_S)
-        expected = {_JOB: self.name.encode()}
-        if not self._base.transaction(expected, [Put(self._me, b"1", alive)]):
+        if not self._base.transaction({_JOB: self.name.encode()}, [self._sign(alive)]):
             raise _replaced(self._base)
         self._alive = alive
 
@@ -162,18 +176,18 @@ def current_job(base: ControlStore) -> str | None:
     return None if value is None else value.decode().partition(".")[0]
 
 
-def _agents_of(name: str) -> str:
+def agents_of(name: str) -> str:
     """What the keys of a job's living agents begin with."""
     return f"agents/{name}/"
 
 
 def _agents(base: EtcdStore, name: str) -> list[str]:
-    return base.list_keys(_agents_of(name))
+    return base.list_keys(agents_of(name))
 
 
 def _await_end(base: EtcdStore, name: str, timeout_s: float) -> None:
     """Until something happens to the job's agents."""
-    prefix = _agents_of(name)
+    prefix = agents_of(name)
     start = base.snapshot(prefix)
     if start.entries:
         with base.watch(prefix, start) as watch:

@@ -624,6 +624,7 @@ class Coordinator:
     def _write_me(self) -> None:
         self._kv.put(f"{PREFIX}node/{self._me.order}", member_to_json(self._me))
         self._kv.increment(f"{PREFIX}revision")
+        self._opener.show(self._me)
 
     def _beat(self) -> None:
         sent = time.monotonic()

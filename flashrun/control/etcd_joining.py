@@ -12,6 +12,7 @@ from flashrun.control.joining import Opened, RefusedError, free_port, route_addr
 from flashrun.control.patience import Patience, PatientKeyValue
 from flashrun.control.plan_book import PREFIX, PlanBook
 from flashrun.control.probing import unanswered
+from flashrun.control.records import Member, shown
 from flashrun.rendezvous.endpoint import is_loopback, listen_address, reached_at
 from flashrun.rendezvous.kv import ControlStore, StoreRefused
 from flashrun.rendezvous.tcp_kv import connect
@@ -124,6 +125,11 @@ class EtcdOpener:
 
         threading.Thread(target=run, name="changes", daemon=True).start()
         return True
+
+    def show(self, me: Member) -> None:
+        folder = self._folder
+        if folder is not None:
+            self._patience.call(lambda: folder.show(shown(me)))
 
     def look_after(self) -> None:
         """Raises RefusedError: the job is over, or another's."""

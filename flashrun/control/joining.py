@@ -12,7 +12,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # public,
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from flashrun.control.events import Connected, HostStore, Membership, Node
-from flashrun.control.records import job_from_json
+from flashrun.control.records import Member, job_from_json
 from flashrun.rendezvous.endpoint import (
     Endpoint,
     is_local,
@@ -60,6 +60,9 @@ class Opener(Protocol):
     def listen(self, key: str, wake: Callable[[], None]) -> bool:
         """Have ``wake`` called when ``key`` changes; False: it has to be looked at."""
 
+    def show(self, me: Member) -> None:
+        """This node's record has changed; where the store has leases, one of them has its gist."""
+
     def look_after(self) -> None:
         """Now and then; raises RefusedError where this node is no part of the job any more."""
 
@@ -82,6 +85,9 @@ class _Passing:
 
     def listen(self, key: str, wake: Callable[[], None]) -> bool:
         return False
+
+    def show(self, me: Member) -> None:
+        return
 
     def look_after(self) -> None:
         return

@@ -124,6 +124,20 @@ def member_from_json(data: bytes) -> Member:
     return Member(**found)
 
 
+def shown(member: Member) -> bytes:
+    """What a node shows of itself where that goes with its life; for people."""
+    active = member.state in ("running", "failed", "succeeded")
+    what = {
+        "addresses": [member.addr],
+        "slots": member.slots,
+        "role": "active" if active else "spare",
+        "health": member.reason or member.state if member.state in ("failed", "left") else "ok",
+        "state": member.state,
+        "order": member.order,
+    }
+    return json.dumps(what).encode()
+
+
 def plan_to_json(plan: Plan, table: str, writer: str) -> bytes:
     """
     Args:
