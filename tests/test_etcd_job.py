@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from flashrun.control.coordinator import Coordinator
-from flashrun.control.events import Connected, Lost, Membership, Node, Timing, Waiting
+from flashrun.control.events import Connected, Lost, Membership, Node, Pause, Timing, Waiting
 from flashrun.control.patience import Patience
 from flashrun.rendezvous.endpoint import Endpoint
 from flashrun.rendezvous.etcd_config import EtcdConfig
@@ -162,7 +162,7 @@ def test_who_is_waited_for_and_who_is_not() -> None:
         made.call(Away(3))
 
 
-def test_an_agent_that_was_restarted_on_a_node_that_is_cut_off_stops() -> None:
+def test_an_agent_that_was_restarted_on_a_node_that_is_cut_off_pauses_and_stops() -> None:
     """It has not had a word from the store, and knows the other nodes from the agent before it.
     (It waited for the store for ever, and its ranks had been given to another node.)"""
     etcd.need()
@@ -171,7 +171,7 @@ def test_an_agent_that_was_restarted_on_a_node_that_is_cut_off_stops() -> None:
     table = RankTable(0, 0, 0, "j", 3, "127.0.0.1", 1, True, assign_ranks(seats))
     membership = Membership(
         job(nodes="3:3", backend="flash-etcd"), Endpoint("", 0, "etcd"), store="etcd",
-        timing=Timing(detection_timeout=0.5), etcd=EtcdConfig((f"127.0.0.1:{closed}",)),
+        timing=Timing(detection_timeout=0.5, outage=1.5), etcd=EtcdConfig((f"127.0.0.1:{closed}",)),
     )  # fmt: skip
     coordinator = Coordinator(
         membership, Node("n0", 1, "r"), wake=lambda: None, host_store=lambda host, port: 0,
@@ -179,8 +179,12 @@ def test_an_agent_that_was_restarted_on_a_node_that_is_cut_off_stops() -> None:
     )  # fmt: skip
     coordinator.start()
     try:
-        while not isinstance(event := coordinator.events.get(timeout=60), Lost):
-            assert isinstance(event, Waiting)
-        assert "This node is cut off" in event.reason
+        events: list[Any] = []
+        while not (events and isinstance(events[-1], Lost)):
+            events.append(coordinator.events.get(timeout=60))
+        (pause,) = [e for e in events if isinstance(e, Pause)]
+        assert {type(e) for e in events} <= {Waiting, Pause, Lost}
+        assert "it has stood still" in pause.why, "how long ago its last heartbeat was is not known"
+        assert "This node is cut off: etcd at" in events[-1].reason
     finally:
         coordinator.close(30.0)

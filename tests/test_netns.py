@@ -44,11 +44,11 @@ class Lan(Nodes):
     """A job on a network; ``nodes`` of its agents take part, the rest are spares."""
 
     def __init__(
-        self, network: netns.Network, jobs: Sequence[Job], nodes: int, out: Path
+        self, network: netns.Network, jobs: Sequence[Job], ranks: int, out: Path
     ) -> None:
         super().__init__(jobs, out)
         self.network = network
-        self.ranks = SLOTS * nodes
+        self.ranks = ranks
 
     def index(self, node: Job) -> int:
         return list(self.jobs).index(node)
@@ -69,11 +69,27 @@ class Lan(Nodes):
         return [psutil.Process(pid) for pid in {e["pid"] for e in node.told("step")}
                 if psutil.pid_exists(pid)]  # fmt: skip
 
+    def split(self, away: Sequence[Job], cut: bool = True) -> None:
+        """Those reach each other, and neither the rest nor the switch; or as before."""
+        there = [self.network.address(i) for i, job in enumerate(self.jobs) if job not in away]
+        for node in away:
+            for address in (self.network.switch_address, *there):
+                change = self.network.forget if cut else self.network.remember
+                change(self.index(node), address)
+
     def await_stopped(self, workers: Sequence[psutil.Process], *spares: Job) -> None:
         """Workers on the wrong side of a cut end before others act as their ranks."""
         assert not helpers.await_exit(workers, 90), self.describe()
         for spare in spares:
             assert b"this node takes a lost" not in spare.output["err"], self.describe()
+
+    def await_paused(self, *nodes: Job) -> list[psutil.Process]:
+        """Their workers stand still on the wrong side of a cut; these."""
+        for node in nodes:
+            node.await_output("its workers are paused", "err", timeout=90)
+        found = [worker for node in nodes for worker in self.workers(node)]
+        assert found and all(w.status() == psutil.STATUS_STOPPED for w in found), self.describe()
+        return found
 
     def check(self, expected: Callable[[int], dict[str, str]]) -> None:
         """The weights, and that one process of each rank has come to the end."""
@@ -105,7 +121,8 @@ def lan(tmp_path: Path) -> Start:
         nodes: int, *flags: str, kind: str = "flat", backend: str = "flash",
         spares: int = 0, body: str = TRAIN, env: dict[str, str] | None = None,
         fifos: Sequence[str] = (), local_addr: bool = False, members: int = 1,
-        bad: dict[int, tuple[float, float]] | None = None, seed: int = 0,
+        bad: dict[int, tuple[float, float]] | None = None, seed: int = 0, slots: int = SLOTS,
+        least: int = 0,
     ) -> Iterator[Lan]:  # fmt: skip
         out = tmp_path / "out"
         out.mkdir()
@@ -120,14 +137,15 @@ def lan(tmp_path: Path) -> Start:
             for node in range(nodes + spares):
                 own = [f"--local-addr={network.address(node)}"] if local_addr else []
                 jobs.append(stack.enter_context(job(
-                    tmp_path, body, f"--nnodes={nodes}", f"--nproc-per-node={SLOTS}",
+                    tmp_path, body, f"--nnodes={least or nodes}:{nodes}",
+                    f"--nproc-per-node={slots}",
                     f"--rdzv-backend={backend}", f"--rdzv-endpoint={where}", "--rdzv-id=j",
                     "--rdzv-conf=last_call_timeout=2", f"--spares={spares}",
                     *own, *flags, args=[str(STEPS)], env={"OUT": str(out), **(env or {})},
                     name=f"n{node}", forked=True, recovery="in-place", fifos=fifos,
                     within=network.within(node), script=script,
                 )))  # fmt: skip
-            yield Lan(network, jobs, nodes, out)
+            yield Lan(network, jobs, slots * nodes, out)
 
     return run
 
@@ -208,7 +226,8 @@ def test_frames_come_late_or_never(
 def test_a_node_that_is_cut_off(
     lan: Start, undisturbed: Any, backend: str, kind: str  # noqa: F811
 ) -> None:
-    """It is alive and alone: the others go on, and it stops its workers by itself."""
+    """It is alive and alone: the others go on, and its workers have stopped by then: for good, or
+    (with etcd) until it can learn that their ranks are another's."""
     # (With etcd any may be lost: here, the one with rank 0 and the store of the workers.)
     cut, waits = (2, 1) if backend == "flash" else (0, 3)
     body = WAITING.replace("RANK == 1", f"RANK == {waits}")
@@ -221,10 +240,16 @@ def test_a_node_that_is_cut_off(
         workers = nodes.workers(lost)
         nodes.network.cut(nodes.index(lost))
         nodes.of(waits).release("go")
-        nodes.await_stopped(workers, spare)
-        assert lost.ended() == 1, nodes.describe()
-        assert "This node is cut off" in lost.err
-        nodes.ended(lost)
+        if backend == "flash":
+            nodes.await_stopped(workers, spare)
+            assert lost.ended() == 1, nodes.describe()
+            assert "This node is cut off" in lost.err
+            nodes.ended(lost)
+        else:
+            assert nodes.await_paused(lost)
+            assert b"this node takes a lost" not in spare.output["err"], nodes.describe()
+            nodes.ended(lost)
+            _learns_that_it_is_over(nodes, [lost], workers)
     _went_on_without(nodes, lost, undisturbed)
 
 
@@ -257,6 +282,18 @@ def test_a_part_of_the_default_store_is_cut_off(
     _went_on_without(nodes, lost, undisturbed)
 
 
+def _learns_that_it_is_over(
+    nodes: Lan, lost: Sequence[Job], workers: Sequence[psutil.Process]
+) -> None:
+    """Nodes whose workers stood still to the end of the job."""
+    assert all(w.status() == psutil.STATUS_STOPPED for w in workers), nodes.describe()
+    for node in lost:
+        nodes.network.mend(nodes.index(node))
+    for node in lost:
+        assert node.ended() == 1, nodes.describe()
+        assert "The job that this node belonged to is over" in node.err
+
+
 def _went_on_without(nodes: Any, lost: Job, undisturbed: Any) -> None:  # noqa: F811
     """The job ended well without a node, which had lost its part in it."""
     nodes.check(undisturbed)
@@ -278,17 +315,14 @@ def test_half_of_the_nodes_are_cut_off(lan: Start, undisturbed: Any) -> None:  #
         lost = [nodes.of(2), nodes.of(6)]  # no neighbours in the ring of copies
         nodes.await_copied(20, 2, 3, 6, 7)
         workers = [worker for node in lost for worker in nodes.workers(node)]
-        network = nodes.network
-        for node in lost:
-            others = [network.address(i) for i, job in enumerate(nodes.jobs) if job not in lost]
-            for address in (network.switch_address, *others):
-                network.forget(nodes.index(node), address)
+        nodes.split(lost)
         nodes.of(0).release("go")
-        nodes.await_stopped(workers, *spares)
-        for node in lost:
-            assert node.ended() == 1, nodes.describe()
-            assert "This node is cut off: etcd at" in node.err
+        assert nodes.await_paused(*lost)
+        for spare in spares:
+            assert b"this node takes a lost" not in spare.output["err"], nodes.describe()
         nodes.ended(*lost)
+        nodes.split(lost, cut=False)
+        _learns_that_it_is_over(nodes, lost, workers)
     nodes.check(undisturbed)
     assert nodes.processes() == {r: 1 + (r in (2, 3, 6, 7)) for r in range(8)}, nodes.describe()
 

@@ -217,6 +217,9 @@ def test_a_node_is_lost_while_etcd_is_away(
         nodes.ended(lost)
     assert results(nodes.out, 6) == undisturbed(6), nodes.describe()
     assert nodes.processes() == {r: 1 + (r in (2, 3)) for r in range(6)}, nodes.describe()
+    for node in (nodes.of(0), nodes.of(4)):  # without rank 2 and 3, they could do nothing
+        assert node.err.count("its workers are paused") == 1, nodes.describe()
+        assert node.err.count("etcd answers again, and the ranks are still this node's") == 1
 
 
 @pytest.mark.slow

@@ -243,8 +243,8 @@ def test_a_leader_that_dies_in_any_phase_costs_its_lease(make: Make, connect: Op
     [
         ("a", {"detection": 0.0}, "a"),
         ("a", {"detection": 600.0}, ""),  # it has the time to stop, should it be cut off
-        ("ac", {"detection": 0.0}, "ac"),  # the store is on this side
-        ("ac", {"detection": 0.0, "outlived": True}, ""),  # most of the nodes may go on
+        ("ac", {"detection": 0.0}, "ac"),
+        ("ac", {"detection": 0.0, "outlived": True}, "ac"),  # however many: they stand still
     ],
 )
 def test_nodes_that_do_not_answer_are_lost_once_they_must_have_stopped(

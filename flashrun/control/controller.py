@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from flashrun.control.cordon import CordonBook, kept_out
 from flashrun.control.events import Connected, Membership
-from flashrun.control.fence import try_s
-from flashrun.control.liveness import Heartbeats, given_up
+from flashrun.control.fence import settled_s, try_s
+from flashrun.control.liveness import Doors, Heartbeats, given_up
 from flashrun.control.membership_plan import Clock, decide, living
 from flashrun.control.plan_book import PlanBook
 from flashrun.control.probing import lost_nodes
@@ -56,11 +56,11 @@ class Controller:
         self._cordons = CordonBook(kv, prefix)
         self._alone = membership.job.max_nodes == 1 and membership.etcd is None
         self._heartbeats = Heartbeats(self._timing.detection_timeout)
+        self._doors = Doors(self._timing.detection_timeout / 2)
         self._silent: frozenset[str] = frozenset()
         self._silences = SilenceBook(kv, prefix)
         self._watched = False
         self._losses = 0
-        self._doubt = ""  # why silent nodes are not taken for lost
         self._beats_due = 0.0
         self._missing = ""
         self._forming: tuple[int, float] | None = None  # round, since
@@ -164,9 +164,8 @@ class Controller:
         self._joined_since = _since(decision.joining, self._joined_since, now)
         self._called = clock.joined is not None and clock.joined >= clock.last_call
         self._lost_since = _since(decision.spare, self._lost_since, now)
-        waiting = decision.waiting or self._doubt
-        if waiting != self._missing:
-            self._missing = waiting
+        if decision.waiting != self._missing:
+            self._missing = decision.waiting
             self._kv.put(self._key("missing"), json.dumps(self._missing).encode())
         if decision.plan is None:
             return False
@@ -185,7 +184,7 @@ class Controller:
     @property
     def spare_missing(self) -> str:
         """What the workers that are left wait for; "" while nothing is missing."""
-        return self._missing if self._lost_since is not None or self._doubt else ""
+        return self._missing if self._lost_since is not None else ""
 
     def members(self) -> list[Member]:
         """The records of all nodes that ever came."""
@@ -229,6 +228,7 @@ class Controller:
             {o: self._heartbeats.still_for(n, now) for o, n in here.items() if n in still},
             time.time(),
         )
+        self._beats_due = now + self._timing.heartbeat_interval / 2
         silent = self._lost_of(still - lost, table, now) | lost
         # (One that is silent when this node begins to lead has been counted.)
         new = silent - self._silent if self._watched else frozenset()
@@ -239,28 +239,32 @@ class Controller:
                 self._cordons.note_fault(
                     member.addr, "the node was lost", timing.cordon_after, timing.cordon_window
                 )
-        self._beats_due = now + self._timing.heartbeat_interval / 2
 
     def _lost_of(
         self, still: frozenset[str], table: RankTable | None, now: float
     ) -> frozenset[str]:
         """Which of the nodes whose heartbeat stands still are lost."""
-        self._doubt = ""
         if self._membership.etcd is None or table is None:
             return still  # they do not reach the node on which the store is
-        places = [place for place in table.nodes if place.node in still - self._silent]
-        nobody = lost_nodes(places, try_s(self._timing.detection_timeout))
-        answering = {place.node for place in places if place.alive} - nobody.keys()
+        # So early that what they need to stand still is over when they count as silent.
+        interval, timeout = self._timing.heartbeat_interval, self._timing.detection_timeout
+        early = max(interval, timeout - settled_s(timeout) - interval / 2)
+        beats = self._heartbeats
+        places = [
+            place for place in table.nodes
+            if place.node not in self._silent and beats.still_for(place.node, now) > early
+        ]  # fmt: skip
+        began = time.monotonic()
+        nobody = lost_nodes(places, try_s(timeout))
+        missed = self._doors.note(nobody.keys(), began)
+        missed |= {place.node: float("inf") for place in places if not place.alive}
+        if nobody:
+            self._beats_due = now + try_s(timeout)
         gone = {node for node in nobody if nobody[node].gone}
         of_round = still.intersection(place.node for place in table.nodes)
-        lost = given_up(of_round, answering, gone, len(table.nodes))
+        lost = given_up(of_round, missed, gone, settled_s(timeout)) | (of_round & self._silent)
         # No wait is for ever.
-        lost |= {n for n in of_round if self._heartbeats.still_for(n, now) > self._timing.outage}
-        if hidden := of_round - lost - answering:
-            self._doubt = (
-                f"{len(hidden)} of {len(table.nodes)} nodes are silent and cannot be reached; so"
-                " many may go on by themselves, so their ranks are given to nobody"
-            )
+        lost |= {n for n in of_round if beats.still_for(n, now) > self._timing.outage}
         return (still - of_round) | lost
 
     def _master_addr(self, members: list[Member]) -> str:

@@ -37,6 +37,7 @@ from pathlib import Path
 
 from flashrun.control.controller import Controller
 from flashrun.control.cordon import CordonBook
+from flashrun.control.cut_off import come_back, fence_of
 from flashrun.control.etcd_joining import EtcdOpener
 from flashrun.control.events import (
     Connected,
@@ -53,13 +54,12 @@ from flashrun.control.events import (
     Waiting,
 )
 from flashrun.control.failures import merge_failures
-from flashrun.control.fence import Fence, is_cut_off
+from flashrun.control.fence import Fence
 from flashrun.control.growth import quiet_text
 from flashrun.control.joining import HandlerOpener, Opener, RefusedError, StoreOpener
 from flashrun.control.membership_plan import react
 from flashrun.control.patience import Patience
 from flashrun.control.plan_book import PREFIX, PlanBook
-from flashrun.control.probing import out_of_reach, some, unanswered
 from flashrun.control.records import (
     Failure,
     Member,
@@ -72,7 +72,7 @@ from flashrun.control.records import (
 from flashrun.rendezvous.endpoint import EndpointError, listen_address
 from flashrun.rendezvous.kv import KeyValue, LeaseLost, StoreLost, StoreRefused
 from flashrun.rendezvous.server import StoreInUse, StoreNotBound
-from flashrun.rendezvous.table import RankTable
+from flashrun.rendezvous.table import NodeRanks, RankTable
 from flashrun.rendezvous.tcp_kv import Cancelled, ConnectTimeout, NotAStore
 
 _LOOK_S = 1.0
@@ -90,6 +90,7 @@ class Coordinator:
             other nodes are must be known before the store has answered, or a node that is cut off
             in this moment would wait for it for ever, with its workers.
         answered: see `Fence`, ``kept``.
+        paused: since when the workers stand still; by the agent before this one.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Coordinator:
         doorbell: Callable[[str], int] | None = None,
         shard: Callable[[str], int] | None = None,
         answered: Path | None = None,
+        paused: float | None = None,
     ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._membership = membership
@@ -115,6 +117,7 @@ class Coordinator:
         self._doorbell = doorbell
         self._shard = shard
         self._answered = answered
+        self._paused = paused
         self._alone = membership.alone
         self._reports: queue.SimpleQueue[Callable[[Member], Member]] = queue.SimpleQueue()
         self._news = threading.Event()
@@ -285,7 +288,9 @@ class Coordinator:
             RefusedError, StoreInUse, StoreNotBound, NotAStore, EndpointError, StoreRefused
         ) as error:
             self._emit(Refused(str(error)))
-        except (StoreLost, ConnectTimeout, LeaseLost) as error:
+        except LeaseLost as error:
+            self._emit(Lost(f"The job that this node belonged to is over: {error}"))
+        except (StoreLost, ConnectTimeout) as error:
             self._emit(Lost(str(error)))
         except Exception as error:  # a bug must end the job visibly, not hang it
             self._emit(Lost(f"internal error in the coordinator: {type(error).__name__}: {error}"))
@@ -308,32 +313,17 @@ class Coordinator:
         self._wake()
 
     def _be_fenced(self, at: Connected, sent: float | None) -> None:
-        """From now on stop the workers when this node is cut off. (Its last heartbeat was answered
-        when it was ``sent``; None: by the agent before this one.)"""
-        membership = self._membership
-        if self._alone or membership.handler is not None or membership.store == "file":
-            return
-        if at.hosting:
-            return  # where the store is, the job is
-
-        def look(try_s: float) -> str | None:
-            if membership.etcd is None:
-                return out_of_reach(at.host, at.port, try_s)
-            others = [] if self._table is None else self._table.nodes
-            peers = some([node for node in others if node.node != self._node.node_id])
-            lonely = unanswered(peers, try_s)
-            if not is_cut_off(len(peers) + 1, len(lonely)):
-                return None
-            names = ", ".join(peer.addr for peer in peers if peer.node in lonely)
-            return f"{membership.etcd.where} does not answer, and {names} cannot be reached either"
-
-        self._fence = Fence(
-            self._timing.detection_timeout,
-            look,
-            lambda why: self._emit(Lost(why, at_once=True)),
-            self._answered,
+        """From now on have the workers stand still when this node is cut off. (Its last heartbeat
+        was answered when it was ``sent``; None: by the agent before this one.)"""
+        self._fence = fence_of(
+            self._membership, at, self._peers, self._emit, self._answered, self._paused
         )
-        self._fence.start(sent)
+        if self._fence is not None:
+            self._fence.start(sent)
+
+    def _peers(self) -> list[NodeRanks]:
+        nodes = [] if self._table is None else self._table.nodes
+        return [node for node in nodes if node.node != self._node.node_id]
 
     def _make_opener(self) -> Opener:
         if self._membership.etcd is not None:
@@ -374,6 +364,7 @@ class Coordinator:
             cancel=self._closed,
             say=lambda line: self._emit(Waiting(line)),
             awaited=awaited,
+            paused=lambda: self._fence is not None and self._fence.paused,
         )
 
     def _join(self) -> None:
@@ -483,6 +474,9 @@ class Coordinator:
             now = time.monotonic()
             if now >= self._beat_due and not self._alone:
                 self._beat()
+            if self._fence is not None and self._fence.paused:
+                self._beat()
+                come_back(self._fence, self._kv, self._book, self._me)
             changed = self._look(now) or changed
             acted = self._controller.act(now, changed)
             if changed or acted:

@@ -62,6 +62,23 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Pause:
+    """This node is cut off: its workers have to stand still (not end) at once, until `GoOn`, or are
+    killed. After a re-fork it may come again."""
+
+    why: str
+    since: float  # monotonic
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """The workers may go on: the ranks are still this node's."""
+
+    why: str
+    paused_s: float
+
+
+@dataclass(frozen=True)
 class Finish:
     """The job is over: stop what may still run, and end. The last event.
 
@@ -99,7 +116,7 @@ class Lost:
     at_once: bool = False
 
 
-Event = Connected | Start | Reseat | Stop | Finish | Waiting | Refused | Lost
+Event = Connected | Start | Reseat | Stop | Pause | GoOn | Finish | Waiting | Refused | Lost
 
 HostStore = Callable[[str, int], int]
 """``host_store(listen_host, port) -> bound port``: have this node's store process serve a TCPStore.

@@ -36,21 +36,39 @@ class Heartbeats:
 
     def still_for(self, node: str, now: float) -> float:
         """For how many seconds a node's heartbeat has not changed, as far as was seen here."""
-        return now - self._seen[node][1]
+        return now - self._seen[node][1] if node in self._seen else 0.0
+
+
+class Doors:
+    """Remembers since when nodes do not answer at their doors, without a break that was seen.
+
+    Args:
+        unseen_s: what was not looked at for longer may have answered meanwhile.
+    """
+
+    def __init__(self, unseen_s: float) -> None:
+        self._unseen = unseen_s
+        self._missed: dict[str, tuple[float, float]] = {}  # since when, and last seen so
+
+    def note(self, missed: Collection[str], now: float) -> dict[str, float]:
+        """Take in who did not answer to rings that began now; for how many seconds each has not."""
+        kept = {n: s for n, s in self._missed.items() if n in missed and now - s[1] <= self._unseen}
+        self._missed = {n: (kept.get(n, (now, now))[0], now) for n in missed}
+        return {node: now - since for node, (since, _) in self._missed.items()}
 
 
 def given_up(
-    silent: Collection[str], answering: Collection[str], gone: Collection[str], nodes: int
+    silent: Collection[str], missed: Mapping[str, float], gone: Collection[str], settled_s: float
 ) -> frozenset[str]:
     """Which silent nodes of a round are lost, where the store is none of the nodes' own.
 
     One that answers at its door lives, and only does not reach the store. Those that do not may be
-    cut off together: they stop (`fence.is_cut_off`), unless they are most of the nodes.
+    cut off, however many: they stand still by now (:mod:`flashrun.control.fence`).
 
     Args:
+        missed: for how many seconds the others have not answered at their doors.
         gone: of these nothing is left.
-        nodes: how many the round has.
+        settled_s: how long a node that is cut off takes to stand still.
     """
-    hidden = frozenset(silent) - frozenset(answering) - frozenset(gone)
-    lost = frozenset(silent) & frozenset(gone)
-    return lost if 2 * len(hidden) > nodes else lost | hidden
+    stopped = {node for node, seconds in missed.items() if seconds >= settled_s}
+    return frozenset(silent) & (stopped | frozenset(gone))

@@ -29,6 +29,7 @@ class Patience:
         cancel: ends every wait.
         say: takes a line for a person.
         awaited: whether somebody waits for the store now.
+        paused: whether this node's workers stand still meanwhile.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Patience:
         cancel: threading.Event,
         say: Callable[[str], None],
         awaited: Callable[[], bool],
+        paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._where = where
         self._timing = timing
         self._cancel = cancel
         self._say = say
         self._awaited = awaited
+        self._paused = paused
         self._line_due = 0.0
 
     def call(self, ask: Callable[[], T]) -> T:
@@ -75,10 +78,10 @@ class Patience:
             ) from error
         if time.monotonic() >= self._line_due:
             self._line_due = time.monotonic() + self._timing.waiting_line
-            self._say(
-                f"{self._where} has not answered for {silent_s:.0f} s; training goes on, and what "
-                "is lost meanwhile is dealt with when it is back"
-            )
+            meanwhile = "training goes on, and what is lost meanwhile is dealt with when it is back"
+            if self._paused():
+                meanwhile = "this node's workers are paused until it does"
+            self._say(f"{self._where} has not answered for {silent_s:.0f} s; {meanwhile}")
 
 
 class PatientKeyValue(KeyValue):

@@ -7,6 +7,7 @@ and never changes, so it has a key of its own, and each node reads it once.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 
 from flashrun.control.records import Plan, plan_from_json, plan_to_json
@@ -73,3 +74,14 @@ class PlanBook:
             if before not in ("", name):
                 self._kv.delete(self._tables + before)
         return True
+
+    def confirm(self, writer: str) -> bool:
+        """Write the plan that was read last once more; whether it still was the newest. Whoever
+        was about to write what follows on it has to read again.
+
+        Args:
+            writer: as of `write`.
+        """
+        assert self.raw is not None  # whoever confirms a plan has read one
+        raw = json.dumps({**json.loads(self.raw), "writer": writer}).encode()
+        return self._kv.compare_and_swap(self._plan, self.raw, raw)

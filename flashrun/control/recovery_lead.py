@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from flashrun.control.blobs import Gone, unpacked
 from flashrun.control.ledger import RECOVERY, Keys, Ledger, keys_of, round_of
-from flashrun.control.liveness import given_up
 from flashrun.control.membership_plan import why_no_spare
 from flashrun.control.probing import Nobody, lost_nodes
 from flashrun.control.recovery import Limits
@@ -248,20 +247,18 @@ class RecoveryLead:
             nobody = lost_nodes(missed)
             now = time.monotonic()
             self._unanswered = {node: self._unanswered.get(node, now) for node in nobody}
-            for node in self._given_up(nobody, len(ledger.table.nodes), now):
+            for node in self._given_up(nobody, now):
                 why = nobody[node].why
                 self._lost.add(nodes[node])
                 ledger.node_lost(node, why, now, self._place.no_spare(node))
                 self._on_lost(node, why)
             self._ring_at = now + _RING_AGAIN_S
 
-    def _given_up(self, nobody: Mapping[str, Nobody], nodes: int, now: float) -> list[str]:
+    def _given_up(self, nobody: Mapping[str, Nobody], now: float) -> list[str]:
         """Those of whom nothing is left; and the others once they have had the time to stop, should
         they live and be cut off."""
         gone = {node for node in nobody if nobody[node].gone}
         late = {node for node in nobody if now - self._unanswered[node] >= self._place.detection}
-        if self._place.outlived:  # otherwise the store is on this side, and those have to stop
-            late &= given_up(nobody, (), gone, nodes)
         return sorted(gone | late)
 
     def _settle(self, ledger: Ledger) -> bool:

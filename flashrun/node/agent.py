@@ -42,8 +42,10 @@ from flashrun.control.events import (
     Connected,
     Event,
     Finish,
+    GoOn,
     Lost,
     Membership,
+    Pause,
     Refused,
     Reseat,
     Start,
@@ -62,6 +64,7 @@ from flashrun.node.heartbeats import Heartbeats
 from flashrun.node.inplace import InPlace, InPlaceState, no_recovery_in_place
 from flashrun.node.log_tee import LogTee
 from flashrun.node.orphanage import Orphanage
+from flashrun.node.pausing import Standstill
 from flashrun.node.process_tree import KILL_PATIENCE
 from flashrun.node.watchdog import Watchdog
 from flashrun.node.wire import Message, Wire
@@ -131,6 +134,7 @@ class Agent:
         self._watchdog = Watchdog.from_environment(launch.run_id)
         self._inplace: InPlace | None = None
         self._inplace_moved = False
+        self._standstill = Standstill()
         self._asked_for: set[str] = set()  # ids of members that the zygote was asked for
         self._doomed: list[str] = []  # ids of members that end with the next `save`
 
@@ -161,6 +165,7 @@ class Agent:
             doorbell=lambda host: self._ask_for_port("doorbell", host),
             shard=(lambda host: self._ask_for_port("host-shard", host)) if in_place else None,
             answered=Path(self._run_dir, "answered"),
+            paused=self._standstill.since,
         )
         if group is not None:
             self._adopt(hello)
@@ -181,7 +186,7 @@ class Agent:
         return self._code
 
     def _turn(self) -> None:
-        limits = [self._tee.timeout()]
+        limits = [self._tee.timeout(), self._standstill.timeout()]
         if self._inplace is not None:
             limits.append(self._inplace.timeout())
         if self._deadline is not None:
@@ -191,6 +196,7 @@ class Agent:
             handler: Callable[[], None] = key.data
             handler()
         self._tee.tick()
+        self._standstill.tick(self._group)
         if self._inplace is not None:
             self._inplace.tick()
         if self._inplace_moved:
@@ -214,6 +220,7 @@ class Agent:
         """Be who the agent before this one was in the job."""
         self._node_id = state["node_id"]
         self._run_log_dir = state["run_log_dir"]
+        self._standstill.since = state["paused"]
         self._events.restarts = state["restarts"]
         if state["connected"] is not None:
             self._connected = Connected(**state["connected"])
@@ -244,6 +251,8 @@ class Agent:
             for member in list(self._group.members.values()):
                 if member.code is not None:
                     self._tell_inplace(member)
+        if self._standstill.since is not None and self._phase == "stopping":
+            self._begin_stopping(int(signal.SIGKILL))
         running = len(self._group.running)
         say(f"the new agent has taken over {running} running workers", "info",
             event="agent-took-over", running=running)  # fmt: skip
@@ -264,6 +273,7 @@ class Agent:
                     "restarts": self._events.restarts,
                     "connected": None if self._connected is None else asdict(self._connected),
                     "phase": self._phase,
+                    "paused": self._standstill.since,
                     "group": None if self._group is None else self._group.state(),
                     "inplace": None if self._inplace is None else self._inplace.state(),
                 },
@@ -375,6 +385,11 @@ class Agent:
             self._on_stop(event)
         elif isinstance(event, Finish):
             self._on_finish(event)
+        elif isinstance(event, Pause):
+            self._on_pause(event)
+        elif isinstance(event, GoOn):
+            self._standstill.end(self._group, event.why, event.paused_s)
+            self._save()
         elif isinstance(event, Waiting):
             say(event.text, "info", event="waiting")
         elif isinstance(event, Refused):
@@ -506,8 +521,9 @@ class Agent:
             gather=settings.recovery_timeout,
         )
         beats = Heartbeats(
-            self._run_dir, settings.heartbeat_interval, settings.detection_timeout
-        )
+            self._run_dir, settings.heartbeat_interval, settings.detection_timeout,
+            lambda: self._standstill.since is not None,
+        )  # fmt: skip
         return InPlace(
             table.round,
             table.world_size,
@@ -652,6 +668,13 @@ class Agent:
         else:
             self._conclude()
 
+    def _on_pause(self, event: Pause) -> None:
+        self._standstill.since = event.since
+        self._save()  # the next agent has to know of it
+        self._standstill.begin(self._group, event.why)
+        if self._phase == "stopping":
+            self._begin_stopping(int(signal.SIGKILL))
+
     def _give_up(self, reason: str, event: str, at_once: bool = False) -> None:
         say(reason, "error", event=event)
         self._verdict = Finish(success=False, failures=(), reason="")
@@ -729,6 +752,8 @@ class Agent:
     def _begin_stopping(self, number: int) -> None:
         group = self._group
         assert group is not None
+        if self._standstill.since is not None:
+            number = int(signal.SIGKILL)  # they must not act any more, and can't
         if self._phase == "stopping":
             if number == signal.SIGKILL:
                 self._save(group.ask_to_stop(number))

@@ -15,14 +15,14 @@ stopped (state T) at both. `detection_timeout` of looks missed in a row, and it 
   (SIGSTOP to all, Ctrl-Z at the launcher) and will continue it. When it goes on, each worker has
   the full time again to be continued, too.
 - time in which the agent itself did not look, because it was stopped or the machine slept: looks
-  are counted, not seconds.
+  are counted, not seconds. Nor while it has paused them itself (:mod:`flashrun.node.pausing`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from flashrun.beats import Beat
@@ -88,15 +88,20 @@ class Heartbeats:
         run_dir: private folder of the job on this node.
         interval: s between two looks, and between two beats.
         timeout: s without an answer after which a worker counts as hung.
+        paused: whether the agent has stopped all of them.
 
     Attributes:
         suspended: the job was, at the last look.
     """
 
-    def __init__(self, run_dir: str, interval: float, timeout: float) -> None:
+    def __init__(
+        self, run_dir: str, interval: float, timeout: float,
+        paused: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         self._run_dir = run_dir
         self.interval = interval
         self.timeout = timeout
+        self._paused = paused
         self._enough = max(2, math.ceil(timeout / interval))
         self.suspended = False
         self._missed: dict[int, int] = {}
@@ -115,6 +120,9 @@ class Heartbeats:
             Ranks that hang; each is told once, since it is to be killed.
         """
         self.next = now + self.interval
+        if self._paused():
+            self._missed, self._before = {}, {}
+            return []
         sights = {rank: self._see(rank, pid) for rank, pid in pids.items()}
         state = state_of(supervisor)
         self.suspended = is_suspended(sights, state)
