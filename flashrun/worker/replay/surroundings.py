@@ -38,15 +38,20 @@ _FOREIGN = (
     "torch", "flashrun", "threading", "_thread", "queue", "_queue", "multiprocessing", "asyncio",
     "concurrent", "logging", "weakref", "_weakref", "io", "_io", "socket", "selectors", "pyarrow",
 )  # fmt: skip
+# (``random`` and ``numpy.random`` have theirs in a name of their own.)
+_GLOBAL = (torch.default_generator, random._inst, np.random.mtrand._rand)
 
 
 def _is_foreign(kind: type) -> bool:
-    return str(kind.__module__).partition(".")[0] in _FOREIGN
+    # (Modules of the script are looked at by themselves, see `_variables`.)
+    return kind is types.ModuleType or str(kind.__module__).partition(".")[0] in _FOREIGN
 
 
 def state_of(value: Any) -> Any:
     """What a generator (or counter) would give next, in a form that can be compared; None for what
-    is none."""
+    is none, and for those of the process: a replay follows them wherever they are drawn from."""
+    if any(value is one for one in _GLOBAL):
+        return None
     if isinstance(value, torch.Generator):
         return memory.content(value.get_state())
     if isinstance(value, random.Random):
