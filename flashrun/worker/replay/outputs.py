@@ -27,7 +27,7 @@ from flashrun.worker.replay.api import Divergence
 from flashrun.worker.replay.unreal import MARK, storages
 
 if TYPE_CHECKING:
-    from flashrun.worker.replay.regions import Forwards
+    from flashrun.worker.replay.served import Forwards
     from flashrun.worker.replay.session import Session
 
 Optimizer = torch.optim.Optimizer
