@@ -68,4 +68,7 @@ HEARTBEAT = "FLASHRUN_HEARTBEAT_INTERVAL"  # s
 # Of buffers that each rank has for itself (BatchNorm): where all have the same, a peer can send it.
 SAME_BUFFERS = "SyncBatchNorm, or buffers broadcast before each optimizer step, avoid that"
 
+STEP_SPLITS = "step-with-collectives"  # event: a step waits for others in the middle of its changes
+# Of a DDP module: no backward yet; it had one, and rebuilds its buckets in its next forward.
+BUCKETS_NOT_REBUILT = "", "next"
 EXIT_DIVERGED = 117  # a replacement ends so after it has said why

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flashrun import messages
 from flashrun.messages import Message
 
 NOTHING: Mapping[str, str] = {}
@@ -126,6 +127,48 @@ def _nobody_has(
     return f"rank {rank} {what}, so nobody has its state"
 
 
+def survives(who: Rank) -> bool:
+    """Whether it has the state, or will come to it by itself (a laggard)."""
+    return (who.state or not who.spawned) and not who.gone
+
+
+def gone(ranks: Sequence[Rank]) -> str:
+    """Who has ended, as a reason."""
+    return f"rank(s) {[i for i, r in enumerate(ranks) if r.gone]} have ended and can't take part"
+
+
+def hopeless(
+    ranks: Sequence[Rank],
+    dead: Mapping[int, str],
+    restart_only: str | None,
+    peerless: Mapping[str, str],
+) -> str | None:
+    """Why a loss can't be recovered, as far as that is known at once; None: it is not.
+
+    Args:
+        dead: rank -> cause.
+        restart_only: why no loss can.
+        peerless: rank -> what only it has.
+    """
+    if restart_only is not None:
+        return restart_only
+    for rank in dead:
+        if str(rank) in peerless:
+            return f"only rank {rank} had {peerless[str(rank)]}"
+    if not any(survives(who) for rank, who in enumerate(ranks) if rank not in dead):
+        return "no survivor holds the state"
+    return gone(ranks) if any(who.gone for who in ranks) else None
+
+
+def told(rank: int, spawned: bool, reason: str) -> str:
+    """Why a worker can't go on; it may have said itself which it is."""
+    mine = f"rank {rank}"
+    if reason.startswith((f"{mine} ", f"{mine}, ")):
+        return reason
+    what = "can't be replaced in place" if spawned else "can't go on exactly"
+    return f"{mine} {what}: {reason.removeprefix(f'{mine}: ')}"
+
+
 def mismatch(
     ranks: Sequence[Rank], target: int, alike: Mapping[str, str] = NOTHING
 ) -> str | None:
@@ -151,7 +194,7 @@ def mismatch(
             return (
                 f"{where} how DDP has put gradients into buckets (a replacement has them in the"
                 " order in which its own become ready; that is not the others' where ranks use"
-                " layers in another order, and in some scripts with a gradient penalty)"
+                " layers in another order)"
             )
         if not ranks[rank].state:
             continue  # a replacement has skipped what was computed; it takes the numbers
@@ -175,10 +218,12 @@ def mismatch(
 
 
 def _like(mine: list[str | None], theirs: list[str | None]) -> bool:
-    """Whether the same DDP modules have rebuilt their buckets, and nothing is known to differ (see
-    flashrun/worker/buckets.py)."""
+    """Whether the same DDP modules have rebuilt their buckets, or will in the next forward, and
+    nothing is known to differ (see flashrun/worker/buckets.py)."""
+    not_yet = messages.BUCKETS_NOT_REBUILT
     return len(mine) == len(theirs) and all(
-        a == b or (None in (a, b) and "" not in (a, b)) for a, b in zip(mine, theirs, strict=True)
+        a == b or (None in (a, b) and a not in not_yet and b not in not_yet)
+        for a, b in zip(mine, theirs, strict=True)
     )
 
 

@@ -48,6 +48,7 @@ KINDS = [
     Kind("functional"),
     Kind("ema_all", slow=True),
     Kind("gan", slow=True),
+    Kind("wgan"),
     Kind("warmup_reset", slow=True),
     Kind("augment"),
     Kind("workers"),

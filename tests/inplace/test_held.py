@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flashrun.control.held import Rank, donors_of, mismatch, out_of_step
+from flashrun.control.held import Rank, donors_of, hopeless, mismatch, out_of_step, told
 
 ALL = {"0": [0, 1, 2], "1": [0, 1, 2]}
 
@@ -45,6 +45,9 @@ BUCKETS = "in how DDP has put gradients into buckets"
         (1, {"buckets": ["a1", None]}, BUCKETS),  # rebuilt, but it is not known how
         (1, {"buckets": [None, ""]}, None),
         (0, {"buckets": [None, ""]}, None),
+        (1, {"buckets": ["a1", "next"]}, BUCKETS),  # it would rebuild one alone, and hang
+        (2, {"buckets": [None, "next"]}, BUCKETS),
+        (1, {"buckets": ["next", ""]}, BUCKETS),
         (1, {"buckets": ["a1"]}, BUCKETS),  # another number of modules
         (1, {"state": "ee"}, "no survivor has what rank 1 has at boundary 7"),
         (2, {"state": "ee"}, None),  # what only a survivor has
@@ -119,3 +122,44 @@ def test_who_shadows_counts_as_the_others(
     ]
     found = out_of_step(ranks, 7)
     assert found is None if says is None else says in str(found)
+
+
+HELD, ENDED, COMING = Rank(state=True), Rank(state=True, gone=True), Rank(state=False, spawned=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dead", "restart_only", "peerless", "says"),
+    [
+        ([HELD, HELD], [1], None, {}, None),
+        ([HELD, HELD, HELD], [0, 2], None, {"1": "ema"}, None),
+        ([HELD, HELD], [1], "they differ", {}, "they differ"),
+        ([HELD, HELD], [1], None, {"1": "ema"}, "only rank 1 had ema"),
+        ([HELD, HELD], [0, 1], None, {}, "no survivor holds the state"),
+        ([HELD, COMING], [0], None, {}, "no survivor holds the state"),
+        ([HELD, HELD, COMING], [0], None, {}, None),
+        ([HELD, HELD, ENDED], [0], None, {}, "rank(s) [2] have ended and can't take part"),
+    ],
+)
+def test_a_loss_that_restarts_all_is_known_at_once(
+    ranks: list[Rank],
+    dead: list[int],
+    restart_only: str | None,
+    peerless: dict[str, str],
+    says: str | None,
+) -> None:
+    assert hopeless(ranks, dict.fromkeys(dead, "SIGKILL"), restart_only, peerless) == says
+
+
+@pytest.mark.parametrize(
+    ("spawned", "reason", "says"),
+    [
+        (False, "rank 1: 'item' uses", "rank 1 can't go on exactly: 'item' uses"),
+        (True, "rank 1: the log ends", "rank 1 can't be replaced in place: the log ends"),
+        (True, "OSError: no space", "rank 1 can't be replaced in place: OSError: no space"),
+        (False, "rank 1 waits within its step", "rank 1 waits within its step"),
+        (False, "rank 1, held at boundary 3", "rank 1, held at boundary 3"),
+        (False, "rank 12 is", "rank 1 can't go on exactly: rank 12 is"),
+    ],
+)
+def test_a_reason_names_its_rank_once(spawned: bool, reason: str, says: str) -> None:
+    assert told(1, spawned, reason) == says

@@ -2,8 +2,8 @@
 
 A backward that ran shows which it has given some (optimizers and scripts ask whether a gradient is
 there). A skipped one at the same line gives them to the same parameters; where it was not always
-the same ones there, its graph tells. In that a stand-in's leaf has the parameters that the graph
-had for which it stands.
+the same ones there, or the script asks for those of inputs, its graph tells. In that a stand-in's
+leaf has the parameters that the graph had for which it stands.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Gradients:
         self._modules = modules
         # call site -> the different lists of parameters that it gave gradients
         self._given: dict[int, list[list[torch.Tensor]]] = {}
+        self._of_others: set[int] = set()  # call sites that have given others some
         # by id, since tensors compare elementwise
         self._zeros: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
@@ -63,8 +64,15 @@ class Gradients:
                 found[id(parameter)] = parameter
         return [p for p in found.values() if p.requires_grad]
 
-    def note(self, site: int, touched: list[torch.Tensor]) -> None:
-        """A backward at this line has given these some."""
+    def others(self, tensors: Any, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What else a backward from there gives some: the script's inputs."""
+        known = {id(p) for p in parameters}
+        return [leaf for leaf in self.led_to(tensors, through=False) if id(leaf) not in known]
+
+    def note(self, site: int, touched: list[torch.Tensor], others: bool) -> None:
+        """A backward at this line has given these some, and others."""
+        if others:
+            self._of_others.add(site)
         known = self._given.setdefault(site, [])
         ids = {id(p) for p in touched}
         if touched and all({id(p) for p in others} != ids for others in known):
@@ -75,19 +83,32 @@ class Gradients:
         known = self._given.get(site)
         if not known:
             return self.parameters()
-        if len(known) == 1:
+        if len(known) == 1 and site not in self._of_others:
             return known[0]
         return self.led_to(tensors) or known[-1]
 
-    def led_to(self, tensors: Any) -> list[torch.Tensor]:
-        """The parameters to which graphs lead, those of stand-ins as the ones they stand for."""
+    def led_to(self, tensors: Any, through: bool = True) -> list[torch.Tensor]:
+        """The leaves to which graphs lead.
+
+        Args:
+            tensors: one or many.
+            through: those of stand-ins are the ones they stand for; otherwise left out.
+        """
         with self._session.quiet():
-            found: dict[int, torch.Tensor] = {}
-            for node in nodes(tensors):
-                leaf = variable_of(node)
-                if leaf is not None and leaf is not standins.anchor():
-                    found.update((id(p), p) for p in leaf.__dict__.get(BEHIND, (leaf,)))
-        return list(found.values())
+            return _leaves(nodes(tensors), through)
+
+    def made_of(
+        self, output: torch.Tensor, inputs: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """What the graph of an output that a module gave leads to: leaves that are not behind one
+        of its inputs, and the positions of the inputs."""
+        with self._session.quiet():
+            ends = {next(nodes(t)): i for i, t in enumerate(inputs) if t.requires_grad}
+            found = list(nodes(output, ends=lambda node: node in ends))
+        return (
+            _leaves((node for node in found if node not in ends), True),
+            [ends[node] for node in found if node in ends],
+        )
 
     def give_zeros(self, parameters: list[torch.Tensor]) -> None:
         """Each has a gradient after this, an unreal one."""
@@ -99,7 +120,8 @@ class Gradients:
                 if known is None or known[0]() is not parameter:
                     with self._session.quiet():
                         known = weakref.ref(parameter), torch.zeros_like(parameter)
-                    self._zeros[id(parameter)] = known
+                    if isinstance(parameter, torch.nn.Parameter):  # it comes again
+                        self._zeros[id(parameter)] = known
                 parameter.grad = grad = known[1]
                 own = grad.untyped_storage().__dict__
                 own.pop(USED, None)
@@ -118,6 +140,20 @@ class Gradients:
             and module.require_backward_grad_sync
             for parameter in module.parameters()
         }
+
+
+def _leaves(found: Iterable[Any], through: bool) -> list[torch.Tensor]:
+    leaves: dict[int, torch.Tensor] = {}
+    for node in found:
+        leaf = variable_of(node)
+        if leaf is None or leaf is standins.anchor():
+            continue
+        behind = leaf.__dict__.get(BEHIND)
+        if behind is None:
+            leaves[id(leaf)] = leaf
+        elif through:
+            leaves.update((id(p), p) for p in behind)
+    return list(leaves.values())
 
 
 def is_stood_for(roots: Any) -> bool:

@@ -19,11 +19,16 @@ from flashrun.worker.replay import kinds, standins
 from flashrun.worker.replay.doors import fill_scalar
 from flashrun.worker.replay.gradients import Gradients, is_stood_for
 from flashrun.worker.replay.outputs import Outputs, several
-from flashrun.worker.replay.served import ORDINAL, Forwards, Served, item, scalars
+from flashrun.worker.replay.scalars import ORDINAL, item, scalars
+from flashrun.worker.replay.served import Forwards, Served
 from flashrun.worker.replay.steps import Steps
 
 if TYPE_CHECKING:
     from flashrun.worker.replay.session import Session
+
+
+_OF_BACKWARD = "gradient", "retain_graph", "create_graph", "inputs"
+_OF_GRAD = "grad_outputs", "retain_graph", "create_graph"
 
 
 class Regions:
@@ -31,7 +36,7 @@ class Regions:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._unused: dict[int, tuple[bool, ...]] = {}
+        self._unused: dict[tuple[int, int], tuple[bool, ...]] = {}
         self.steps = Steps(session)
         self.outputs = Outputs(session, self.steps.known, self.steps.taken)
         known: weakref.WeakKeyDictionary[torch.nn.Module, Forwards] = weakref.WeakKeyDictionary()
@@ -40,7 +45,7 @@ class Regions:
 
     def forget(self) -> None:
         """The replay is over: let go of what stood for results."""
-        self.forwards.known.clear()
+        self.forwards.forget()
         self.gradients.forget()
 
     # --- backward
@@ -54,9 +59,13 @@ class Regions:
             frame = sys._getframe(1)
             if session.poison is not None:
                 session.poison.check(tensors)
-            real = self._through_outputs(original, tensors, args, kwargs)
+            given = {**dict(zip(_OF_BACKWARD, args, strict=False)), **kwargs}
+            real = self._through_outputs(
+                lambda **also: original(tensors, *args, **kwargs, **also), tensors, given
+            )
             if session.replaying:
-                return self._replay_backward(real, tensors, frame)
+                retain = bool(given.get("retain_graph") or given.get("create_graph"))
+                return self._replay_backward(real, tensors, frame, retain)
             # Before it runs: the peers may pass the boundary as soon as they have this rank's last
             # gradient, and a replacement can't compute the loss again (its weights are newer).
             values = [item(t.detach()) for t in scalars(tensors)]
@@ -67,19 +76,13 @@ class Regions:
         return call
 
     def _through_outputs(
-        self, original: Callable[..., Any], tensors: Any, args: tuple[Any, ...], kwargs: Any
+        self, real: Callable[..., Any], tensors: Any, given: dict[str, Any]
     ) -> Callable[[], Any]:
         """The script's backward, and what follows it in outputs that were computed again."""
-
-        def real(**also: Any) -> Any:
-            return original(tensors, *args, **kwargs, **also)
-
         outputs, session = self.outputs, self.session
         remembers = session.replaying and session.remembers_outputs()
         if not remembers and not outputs.waits():
             return real
-        names = "gradient", "retain_graph", "create_graph", "inputs"
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
         if given.get("create_graph") or given.get("inputs") is not None:
             outputs.partly(tensors)
             return real
@@ -90,16 +93,19 @@ class Regions:
             return real
         return lambda: outputs.backward(real, tensors, retain)
 
-    def _replay_backward(self, real: Callable[[], Any], tensors: Any, frame: Any) -> Any:
+    def _replay_backward(
+        self, real: Callable[[], Any], tensors: Any, frame: Any, retain: bool
+    ) -> Any:
         session = self.session
         site = session.site(frame)
         logged = self._logged_loss(tensors, site, frame)
         completing = session.completes()
-        run = self.forwards.graph or session.starting() or completing or session.peek() is None
-        self.forwards.graph = False
-        given, missing = session.results_given, session.results_missing
+        ran = self.forwards.begin_backward(tensors, retain)
+        run = ran or session.starting() or completing or session.peek() is None
+        results, missing = session.results_given, session.results_missing
         if run:
             parameters = self.gradients.parameters()
+            others = self.gradients.others(tensors, parameters)
             before = [(p.grad, p.grad._version if p.grad is not None else 0) for p in parameters]
             value, _ = session.replay_region(real, lambda _: None)
             touched = [
@@ -112,14 +118,16 @@ class Regions:
                 behind = [p for p in self.gradients.led_to(tensors) if p.grad is None]
                 self.gradients.give_zeros(behind)
                 touched += behind
-            self.gradients.note(site, touched)
+            self.gradients.note(site, touched, bool(others))
             reduced: set[int] = set()
-            if completing and session.results_given > given and session.results_missing == missing:
+            all_given = session.results_given > results and session.results_missing == missing
+            if completing and all_given:
                 reduced = self.gradients.reduced_by_ddp()
             if session.unreal is not None:
                 # What DDP has filled in with reductions that are real has lost its mark there.
-                unreal = (p.grad for p in touched if p.grad is not None and id(p) not in reduced)
-                session.unreal.mark_all(unreal, "backward")
+                given = [p for p in touched if id(p) not in reduced] + others
+                grads = (p.grad for p in given if p.grad is not None)
+                session.unreal.mark_all(grads, "backward")
         else:
             value, _ = session.replay_region(
                 self._quiet(real),
@@ -182,8 +190,10 @@ class Regions:
             if not session.replaying:
                 return session.run_region(real)[0]
             site = session.site(sys._getframe(1))
+            given = {**dict(zip(_OF_GRAD, args, strict=False)), **kwargs}
+            create = bool(given.get("create_graph"))
             with session.quiet():
-                value = self._replay_grad(real, outputs, several(inputs), site)
+                value = self._replay_grad(real, outputs, several(inputs), site, create)
                 if session.unreal is not None:
                     session.unreal.mark_all(standins.tensors(value), "autograd.grad")
             return value
@@ -191,25 +201,34 @@ class Regions:
         return call
 
     def _replay_grad(
-        self, real: Callable[[], Any], roots: Any, inputs: list[torch.Tensor], site: int
+        self,
+        real: Callable[[], Any],
+        roots: Any,
+        inputs: list[torch.Tensor],
+        site: int,
+        create: bool,
     ) -> Any:
         session = self.session
+        kind = site, len(inputs)
         if (
             session.starting()
             or session.completes()
-            or ((site not in self._unused or self.forwards.graph) and not is_stood_for(roots))
+            or ((kind not in self._unused or self.forwards.ran()) and not is_stood_for(roots))
         ):
             value = session.replay_region(self._loud(real), lambda _: None)[0]
-            self._unused[site] = tuple(g is None for g in value)
+            self._unused[kind] = tuple(g is None for g in value)
             return value
-        unused = self._unused.get(site, (False,) * len(inputs))
-        return session.replay_region(
-            real,
-            lambda _: lambda: tuple(
-                None if no else torch.zeros_like(i, requires_grad=torch.is_grad_enabled()) * 1
+        unused = self._unused.get(kind, (False,) * len(inputs))
+        linked = [t for t in several(roots) if t.requires_grad] if create else []
+
+        def zeros() -> Any:
+            return tuple(
+                None if no else self.forwards.zeros_for(i, linked)
                 for i, no in zip(inputs, unused, strict=True)
-            ),
-        )[0]
+            )
+
+        return session.replay_region(real, lambda _: zeros)[0]
+
 
 def install(session: Session) -> Regions:
     """Wrap modules, backward and optimizers."""
@@ -223,5 +242,7 @@ def install(session: Session) -> Regions:
         lambda original: regions.backward(original),
     )
     wrap(torch.autograd, "grad", regions.grad)
+    if session.replaying:
+        wrap(torch.nn.parallel.DistributedDataParallel, "__init__", regions.forwards.made)
     regions.steps.install()
     return regions

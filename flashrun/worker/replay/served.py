@@ -1,83 +1,87 @@
 """The forward of an outermost module, in a replay: served from what it gave for the same kind of
 input, wherever it needs not run.
 
-It runs in the first intervals, for each new kind of input, until a DDP module has rebuilt its
-buckets, and in the interval that is completed. A module whose forward changes Python values always
-runs.
+It runs in the first intervals, for each new kind of input (which of its parameters are frozen
+included), until a DDP module that it is, has or belongs to has rebuilt its buckets, and in the
+interval that is completed. A module whose forward changes Python values always runs.
+
+What is served stays linked with the inputs that it was made of. So a model that begins to be
+trained late, through one that is served by then (a generator through its critic), has a graph from
+the loss to its end, and its DDP buckets become those of the dead worker.
 
 Relied on in torch 2.13: ``Module.__call__`` is a plain attribute (nn/modules/module.py:1917).
 """
 
 from __future__ import annotations
 
-import marshal
-import struct
+import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from flashrun.worker.replay import kinds, standins
-from flashrun.worker.replay.doors import fill_scalar
+from flashrun.worker.replay import standins
 from flashrun.worker.replay.gradients import BEHIND, Gradients
-from flashrun.worker.replay.outputs import Outputs
+from flashrun.worker.replay.outputs import Outputs, nodes
 from flashrun.worker.replay.recent import leaves as recent_leaves
+from flashrun.worker.replay.scalars import fill_scalars, log_scalars
 from flashrun.worker.replay.unreal import mark_of
 
 if TYPE_CHECKING:
     from flashrun.worker.replay.session import Session
 
-ORDINAL = struct.Struct("<Q")
 REAL_CALLS = 2  # of each kind of input with gradients: DDP rebuilds its buckets in the second
-item = torch.Tensor.item  # taken before the door is installed
-_FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_TOKEN = "flashrun"  # in the metadata of a graph's node, which live as long as that
 
 
-def scalars(output: Any) -> list[torch.Tensor]:
-    """The one-element floating tensors on the CPU that an output has at its first level."""
-    if type(output) is torch.Tensor:
-        candidates: Any = (output,)
-    elif isinstance(output, (tuple, list)):
-        candidates = output
-    elif isinstance(output, dict):
-        candidates = output.values()
-    else:
-        return []
-    return [
-        t
-        for t in candidates
-        if type(t) is torch.Tensor
-        and t.numel() == 1
-        and t.dtype in _FLOATING
-        and t.is_cpu
-    ]
-
-
-def _will_rebuild_buckets(module: torch.nn.Module) -> bool:
-    """Whether this is a DDP module that has yet to rebuild its buckets, which takes a real backward
-    and a real forward after it (nn/parallel/distributed.py:1775; never where it looks for unused
-    parameters, reducer.hpp, should_rebuild_buckets)."""
-    if not isinstance(module, torch.nn.parallel.DistributedDataParallel):
-        return False
+def _will_rebuild_buckets(module: DDP) -> bool:
+    """Whether a module has yet to rebuild its buckets, which takes a real backward and a real
+    forward after it (nn/parallel/distributed.py:1775; never where it looks for unused parameters,
+    reducer.hpp, should_rebuild_buckets)."""
     return not module._has_rebuilt_buckets and (
         module.static_graph or not module.find_unused_parameters
     )
+
+
+class _Token:
+    """Lives as long as the graph of a forward that ran."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass
+class Gave:
+    """What a module returned for one kind of input.
+
+    Attributes:
+        calls: real ones so far.
+        kept: the output, without its graph.
+        graphs: of its differentiable leaves, see `Gradients.made_of`.
+    """
+
+    calls: int = 0
+    kept: Any = None
+    graphs: list[tuple[list[torch.Tensor], list[int]]] = field(default_factory=list)
 
 
 class Forwards:
     """What a module returned for each kind of input."""
 
     def __init__(self) -> None:
-        # key -> real calls so far, output, the parameters that its graph led to
-        self.outputs: dict[Any, tuple[int, Any, list[torch.Tensor]]] = {}
+        self.outputs: dict[Any, Gave] = {}
         self.real_only = False
         self.own_generator = False
         self.trained = 0  # calls in training
         self.warned = False
         self.compiled = False
         self.marked = -1  # what it changes is marked since so many became real again
+        self.parameters: list[torch.Tensor] = []
+        self.settling: list[weakref.ref[DDP]] = []  # that will rebuild their buckets
+        self.looked = -1  # for those, when there were so many
 
 
 class Served:
@@ -85,7 +89,6 @@ class Served:
 
     Attributes:
         known: what each module returned.
-        graph: a forward with gradients ran for real since the last backward.
     """
 
     def __init__(
@@ -97,9 +100,91 @@ class Served:
     ) -> None:
         self.session = session
         self.known = known
-        self.graph = False
         self._gradients = gradients
         self._outputs = outputs
+        self._ran = False  # a forward with gradients, for real since the last backward
+        self._graphs: weakref.WeakSet[_Token] = weakref.WeakSet()  # of such, not gone through yet
+        self._ddp: list[weakref.ref[DDP]] = []  # all that were made
+
+    def forget(self) -> None:
+        """The replay is over."""
+        self.known.clear()
+        self._graphs.clear()
+        self._ddp.clear()
+
+    def made(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Around the constructor of DDP modules."""
+
+        @functools.wraps(original)
+        def __init__(module: DDP, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            self._ddp.append(weakref.ref(module))
+
+        return __init__
+
+    def begin_backward(self, roots: Any, retain: bool) -> bool:
+        """A backward is about to begin.
+
+        Returns:
+            Whether graphs of forwards that ran may be part of its own.
+        """
+        runs, self._ran = self._ran, False
+        if self._graphs:
+            tokens = [node.metadata.get(_TOKEN) for node in nodes(roots)]
+            reached = self._graphs.intersection(t for t in tokens if t is not None)
+            runs = runs or bool(reached)
+            if not retain:
+                self._graphs -= reached
+        return runs
+
+    def ran(self) -> bool:
+        """Whether there are graphs of forwards that ran and were not gone through."""
+        return self._ran or bool(self._graphs)
+
+    def _note_graph(self, output: Any) -> None:
+        self._ran = True
+        token = _Token()
+        for leaf in standins.differentiable(output):
+            node: Any = leaf.grad_fn
+            if node is not None:
+                node.metadata[_TOKEN] = token
+                self._graphs.add(token)
+
+    def _settles(self, known: Forwards, module: torch.nn.Module) -> bool:
+        """Whether the buckets of DDP modules depend on what it does now."""
+        if known.looked != len(self._ddp):
+            known.looked = len(self._ddp)
+            mine = set(module.modules())
+            known.settling = [
+                ref for ref in self._ddp
+                if (ddp := ref()) is not None and (ddp in mine or module in set(ddp.modules()))
+            ]  # fmt: skip
+        if known.settling:
+            known.settling = [
+                ref for ref in known.settling
+                if (ddp := ref()) is not None and _will_rebuild_buckets(ddp)
+            ]  # fmt: skip
+        return bool(known.settling)
+
+    def zeros_for(self, tensor: torch.Tensor, made_of: list[torch.Tensor]) -> torch.Tensor:
+        """In place of a gradient that the script has asked for.
+
+        Args:
+            made_of: what it stays linked with, as it has a graph itself.
+        """
+        kept = torch.zeros_like(tensor, requires_grad=bool(made_of))
+        if not made_of:
+            return kept
+        kept.__dict__[BEHIND] = []
+        return standins.linked(kept, made_of, self._zeros)
+
+    def _zeros(self, shape: Any, dtype: Any, device: Any) -> torch.Tensor:
+        session = self.session
+        with session.quiet():
+            zeros = torch.zeros(shape, dtype=dtype, device=device)
+            if session.unreal is not None:
+                session.unreal.mark(zeros, "backward")
+        return zeros
 
     def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         session = self.session
@@ -112,12 +197,7 @@ class Served:
             if session.replaying:
                 return self._replay_forward(original, module, args, kwargs)
             output, ordinal = session.run_region(lambda: original(module, *args, **kwargs))
-            of_one = scalars(output)
-            if of_one:
-                values = [item(t.detach()) for t in of_one]
-                session.append(
-                    kinds.OUT, 0, ORDINAL.pack(ordinal) + marshal.dumps(values)
-                )
+            log_scalars(session, ordinal, output)
             if session.recent is not None and session.on:
                 session.recent.keep(ordinal, output)
             return output
@@ -139,15 +219,20 @@ class Served:
                 known.own_generator = standins.has_own_generator(module)
                 known.real_only = known.own_generator
                 known.compiled = standins.is_compiled(module)
+                known.parameters = list(module.parameters())
             named = standins.signature(kwargs) if kwargs else None
-            key = standins.signature(args), named, module.training, standins.context()
-            calls, cached, _ = known.outputs.get(key, (0, None, []))
+            flags = [p.requires_grad for p in known.parameters]
+            trained = all(flags) or tuple(flags)
+            key = standins.signature(args), named, module.training, trained, standins.context()
+            gave = known.outputs.get(key)
+            if gave is None:
+                gave = known.outputs[key] = Gave()
             real = (
                 known.real_only
-                or calls < REAL_CALLS
+                or gave.calls < REAL_CALLS
                 or session.starting()
                 or session.completes()
-                or _will_rebuild_buckets(module)
+                or (torch.is_grad_enabled() and self._settles(known, module))
             )
             before = standins.values_around(module) if real and not known.real_only else None
             again = None
@@ -160,15 +245,18 @@ class Served:
                 with session.quiet() if known.compiled else session.loud():
                     return original(module, *args, **kwargs)
 
-            output, ordinal = session.replay_region(
-                run, lambda _: None if real else lambda: standins.copy_output(cached)
-            )
+            def serve() -> Any:
+                linked = any(made_of for _, made_of in gave.graphs)
+                inputs = standins.tensors((args, kwargs)) if linked else []
+                return standins.copy_output(gave.kept, inputs, self._zeros)
+
+            output, ordinal = session.replay_region(run, lambda _: None if real else serve)
+            if ran and torch.is_grad_enabled():
+                self._note_graph(output)
             if real:
-                if torch.is_grad_enabled():
-                    self.graph = True
-                self._learn(known, key, calls, output, module, before)
-            elif session.past is not None and torch.is_grad_enabled():
-                self.graph = True
+                self._learn(known, gave, output, module, before)
+                self._learn_graphs(gave, output, (args, kwargs))
+                gave.calls += 1
             self._mark_forward(known, module, output, bool(ran))
             if module.training:
                 known.trained += 1
@@ -195,19 +283,7 @@ class Served:
     def _fill(self, output: Any, ordinal: int) -> None:
         """Give an output the values that the dead worker's had, as far as they are kept."""
         session = self.session
-        record = session.peek()
-        if (
-            record is not None
-            and record.kind == kinds.OUT
-            and ORDINAL.unpack_from(record.payload)[0] == ordinal
-        ):
-            session.take()
-            values = marshal.loads(record.payload[ORDINAL.size :])
-            mine = scalars(output)
-            if len(values) != len(mine):
-                raise session.diverged("a forward returned another number of scalars than before")
-            for tensor, value in zip(mine, values, strict=True):
-                fill_scalar(session, tensor, value)
+        fill_scalars(session, ordinal, output)
         unreal, recent = session.unreal, session.recent
         if unreal is None or recent is None or session.past is not None:
             return
@@ -223,29 +299,29 @@ class Served:
                 unreal.clear(tensor)
 
     def _learn(
-        self,
-        known: Forwards,
-        key: Any,
-        calls: int,
-        output: Any,
-        module: torch.nn.Module,
-        before: Any,
+        self, known: Forwards, gave: Gave, output: Any, module: torch.nn.Module, before: Any
     ) -> None:
         if not standins.can_stand_in(output):
             known.real_only = True
+        known.parameters = list(module.parameters())
         after = standins.values_around(module) if before is not None else None
         if after is not None and after[0] != before[0]:
             known.real_only = True  # its forward changes Python values (a counter, a list)
-        if after is not None and calls > 0 and after[1] != before[1] and not known.warned:
+        if after is not None and gave.calls > 0 and after[1] != before[1] and not known.warned:
             known.warned = True
             self.session.warn(
                 f"{type(module).__name__} keeps tensors between calls that are not buffers: their "
                 "values are not replayed"
             )
-        behind = known.outputs[key][2] if calls else []
-        kept = standins.keep_output(output)
-        if calls < REAL_CALLS and torch.is_grad_enabled():
-            behind = self._gradients.led_to(standins.tensors(output))
-        for leaf in standins.tensors(kept):
+        gave.kept = standins.keep_output(output)
+
+    def _learn_graphs(self, gave: Gave, output: Any, inputs: Any) -> None:
+        if gave.calls < REAL_CALLS and torch.is_grad_enabled():
+            given = standins.tensors(inputs)
+            gave.graphs = [
+                self._gradients.made_of(leaf, given) for leaf in standins.differentiable(output)
+            ]
+        kept = standins.differentiable(gave.kept)
+        for leaf, (behind, made_of) in zip(kept, gave.graphs, strict=False):
             leaf.__dict__[BEHIND] = behind
-        known.outputs[key] = calls + 1, kept, behind
+            leaf.__dict__[standins.MADE_OF] = made_of

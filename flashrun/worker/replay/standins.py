@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch.utils import _pytree as pytree
 from flashrun.worker.replay import surroundings
 
 LARGE = 1 << 20  # elements above which an output is not copied for every call
+MADE_OF = "_flashrun_made_of"  # of a kept leaf: the positions of inputs that its graph led to
+Zeros = Callable[[Any, Any, Any], torch.Tensor]  # shape, type, device -> a gradient
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _PLAIN = (int, float, str, bool, bytes, complex, type(None))
 _MODULE_KEYS = frozenset(vars(torch.nn.Module()))
@@ -115,21 +118,51 @@ def keep_output(output: Any) -> Any:
     return pytree.tree_map(keep, output)
 
 
-def _copy(kept: Any) -> Any:
+class _Linked(torch.autograd.Function):
+    """A stand-in that stays linked with what the module was given: backward goes on into that,
+    with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, zeros: Zeros, kept: torch.Tensor, *inputs: torch.Tensor) -> Any:
+        ctx.zeros = zeros
+        ctx.kinds = [(t.shape, t.dtype, t.device) for t in inputs]
+        return kept.clone() if kept.numel() <= LARGE else kept.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *grads, *[ctx.zeros(*kind) for kind in ctx.kinds])
+
+
+def linked(kept: torch.Tensor, inputs: Sequence[torch.Tensor], zeros: Zeros) -> torch.Tensor:
+    """A copy of `kept` that stays linked with inputs."""
+    made: torch.Tensor = _Linked.apply(zeros, kept, *inputs)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _copy(kept: Any, inputs: Sequence[torch.Tensor], zeros: Zeros) -> Any:
     if not isinstance(kept, torch.Tensor):
         return kept
     if kept.requires_grad:
+        made_of = kept.__dict__.get(MADE_OF)
+        if made_of:
+            return linked(kept, [inputs[i] for i in made_of if i < len(inputs)], zeros)
         if kept.numel() <= LARGE:
             return kept.clone()  # not a leaf, so that the script may change it in place
         return _Kept.apply(Slot([]), anchor(), kept)[0]  # type: ignore[no-untyped-call]
     return kept.clone() if kept.numel() <= LARGE else kept.detach()
 
 
-def copy_output(kept: Any) -> Any:
-    """A fresh stand-in for an output."""
+def copy_output(kept: Any, inputs: Sequence[torch.Tensor], zeros: Zeros) -> Any:
+    """A fresh stand-in for an output.
+
+    Args:
+        kept: from `keep_output`; its leaves may say which inputs they were made of (`MADE_OF`).
+        inputs: the tensors that the module is given.
+        zeros: makes the gradients that flow back into those.
+    """
     if type(kept) is torch.Tensor:
-        return _copy(kept)
-    return pytree.tree_map(_copy, kept)
+        return _copy(kept, inputs, zeros)
+    return pytree.tree_map(lambda leaf: _copy(leaf, inputs, zeros), kept)
 
 
 def with_slot(output: Any, later: list[Any]) -> tuple[Any, Slot, list[torch.Tensor]]:
