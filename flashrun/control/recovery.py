@@ -32,13 +32,25 @@ from flashrun.control.held import (
     Rank,
     donors_of,
     first_again,
+    gone,
+    hopeless,
     let_go,
     mismatch,
     numbers,
     out_of_step,
+    survives,
+    told,
 )
-from flashrun.control.replicas import alike_in, by_line, compare, kept_of, named
-from flashrun.messages import SAME_BUFFERS, Message
+from flashrun.control.replicas import (
+    SPLITS,
+    alike_in,
+    by_line,
+    compare,
+    kept_of,
+    named,
+    promise,
+)
+from flashrun.messages import STEP_SPLITS, Message
 
 SLOWEST = 50e6  # bytes/s of state that a peer sends at least
 
@@ -106,6 +118,7 @@ class RecoveryMachine:
         self.restart_only: str | None = None
         self.peerless: dict[str, str] = {}  # rank -> what only it has
         self.proved = False
+        self.splits = False  # a rank waits for others in the middle of its optimizer's step
         self.alike: dict[str, str] = {}  # lines of ranks that have the same state
         self.alone: list[int] = []  # ranks that were told to have a state of their own
         self.private: list[str] = []  # buffers that differ between ranks
@@ -193,8 +206,7 @@ class RecoveryMachine:
             judged = [c for b in list(self.proofs) if b in self.proofs for c in self._judge(b)]
             return judged + self._maybe_exit()
         elif op == "diverged":
-            what = "can't be replaced in place" if who.spawned else "can't go on exactly"
-            return self.restart(f"rank {rank} {what}: {message['reason']}")
+            return self.restart(told(rank, who.spawned, str(message["reason"])))
         elif op == "replicas":
             return self._proof(rank, message)
         elif op == "event":
@@ -301,10 +313,12 @@ class RecoveryMachine:
             who.failures += 1
             if who.spawned and who.failures > self.limits.max_retries:
                 return self._give_up(rank, cause)
-            if self.restart_only is not None:
-                return self.restart(self.restart_only)
-            if str(rank) in self.peerless:
-                return self.restart(f"only rank {rank} had {self.peerless[str(rank)]}")
+        reason = hopeless(self.ranks, dead, self.restart_only, self.peerless)
+        if reason is not None:
+            lost = [{"event": "worker-lost", "rank": rank, "cause": dead[rank]} for rank in dead]
+            return [*[Log("", event, list(dead)) for event in lost], *self.restart(reason)]
+        for rank, cause in dead.items():
+            who = self.ranks[rank]
             self.dead[str(rank)] = cause
             event = {"event": "worker-lost", "rank": rank, "cause": cause}
             commands.append(Log("" if commands else _losses(dead), event, list(dead)))
@@ -315,10 +329,6 @@ class RecoveryMachine:
                 failed_at=who.failed_at,
                 spawned=True,
             )
-        if not any(self._survives(r) for r in self.ranks):
-            return commands + self.restart("no survivor holds the state")
-        if any(r.gone for r in self.ranks):
-            return commands + self.restart(self._ended())
         opened = self._open(now)  # first: a replacement is born into the new generation
         for rank in dead:
             commands.append(Spawn(rank, self.ranks[rank].incarnation, self.generation))
@@ -329,15 +339,11 @@ class RecoveryMachine:
         if self.flaps > self.limits.flaps:
             return self.restart(f"{self.flaps} attempts in a row failed; last: {reason}")
         if any(r.gone for r in self.ranks):
-            return self.restart(f"{self._ended()} ({reason})")
+            return self.restart(f"{gone(self.ranks)} ({reason})")
         log = Log(
             f"recovery: trying again ({reason})", {"event": "recovery-again", "reason": reason}
         )
         return [log] + self._open(now)
-
-    def _ended(self) -> str:
-        gone = [i for i, r in enumerate(self.ranks) if r.gone]
-        return f"rank(s) {gone} have ended and can't take part"
 
     def _open(self, now: float) -> list[Command]:
         if self.phase == "live":
@@ -386,7 +392,7 @@ class RecoveryMachine:
     def awaited(self) -> list[int]:
         """The ranks whose word the present phase waits for."""
         if self.phase == "hold":
-            return [i for i, r in enumerate(self.ranks) if self._survives(r) and r.held is None]
+            return [i for i, r in enumerate(self.ranks) if survives(r) and r.held is None]
         if self.phase == "gather":
             return [
                 i
@@ -395,11 +401,6 @@ class RecoveryMachine:
                 or (self.plan["compare"] and r.state and r.digest is None)
             ]
         return [i for i, r in enumerate(self.ranks) if not r.built]
-
-    @staticmethod
-    def _survives(who: Rank) -> bool:
-        """Whether it has the state, or will come to it by itself (a laggard)."""
-        return (who.state or not who.spawned) and not who.gone
 
     def _there(self, who: Rank) -> bool:
         return who.held is not None and who.held["boundary"] == self.target
@@ -607,6 +608,10 @@ class RecoveryMachine:
             self.restart_only = f"rank {rank}: {event['reason']}"
             line = f"recovery: restart only: {self.restart_only}; {event.get('remedy', '')}"
             return [Log(line, {**event, "rank": rank})]
+        if event.get("event") == STEP_SPLITS:
+            first, self.splits = not self.splits, True
+            line = f"recovery: in place, but from now on {SPLITS}" if first else ""
+            return [Log(line, {**event, "rank": rank})]
         if event.get("event") == "retention-cap":
             first, self.capped = not self.capped, True
             line = f"recovery: {event['reason']}; give a larger --retain" if first else ""
@@ -684,21 +689,15 @@ class RecoveryMachine:
         if self.restart_only is not None:
             line = f"recovery: restart only: {self.restart_only}"
         elif first:
-            line = (
-                f"recovery: in place, {len(self.ranks)} replicas, {self.size / 1e9:.1f} GB each,"
-                " no step lost"
-            )
-            if self.peerless:
-                lonely = ", ".join(f"{n} on rank {r}" for r, n in sorted(self.peerless.items()))
-                line += f"; but only one rank has: {lonely} (its loss restarts all)"
-            if self.private and len(self.bases) > 1:
-                line += (
-                    f"; but each rank has its own {named(self.private)}, so the loss of a node"
-                    f" restarts all where the last of these had not been copied ({SAME_BUFFERS})"
-                )
+            self.splits = any(proof.get("splits", False) for proof in proofs.values())
+            line = promise(
+                len(self.ranks), self.size, self.splits, self.peerless, self.private,
+                len(self.bases),
+            )  # fmt: skip
         else:
             return commands
-        return [*commands, Log(line, {"event": "recovery-class", "line": line})]
+        event = {"event": "recovery-class", "line": line, "splits": self.splits}
+        return [*commands, Log(line, event)]
 
     def _tell_alone(self, proofs: Mapping[str, Message], differing: list[str]) -> list[Command]:
         """At the end of a Join say whose state nobody else has from now on, as it changes."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashrun.control.held import line_of
-from flashrun.messages import Message
+from flashrun.messages import SAME_BUFFERS, Message
 
 
 @dataclass(frozen=True)
@@ -122,3 +122,39 @@ def named(names: list[str]) -> str:
     """``"a"`` or ``"a (and 3 more)"``."""
     more = len(names) - 1
     return f"{names[0]} (and {more} more)" if more else names[0]
+
+
+SPLITS = (
+    "the optimizer's step has collectives after it has begun to change something (LBFGS, ZeRO):"
+    " a loss while a rank waits in one of them restarts all"
+)
+
+
+def promise(
+    ranks: int,
+    size: int,
+    splits: bool,
+    peerless: Mapping[str, str],
+    private: list[str],
+    nodes: int,
+) -> str:
+    """What recovery this job has, for people, and which losses it has not.
+
+    Args:
+        size: bytes of a rank's state.
+        splits: a rank waits for others in the middle of its step.
+        peerless: rank -> what only it has.
+        private: buffers that differ between ranks.
+    """
+    line = f"recovery: in place, {ranks} replicas, {size / 1e9:.1f} GB each, no step lost"
+    if peerless:
+        lonely = ", ".join(f"{name} on rank {rank}" for rank, name in sorted(peerless.items()))
+        line += f"; but only one rank has: {lonely} (its loss restarts all)"
+    if splits:
+        line += f"; but {SPLITS}"
+    if private and nodes > 1:
+        line += (
+            f"; but each rank has its own {named(private)}, so the loss of a node restarts all"
+            f" where the last of these had not been copied ({SAME_BUFFERS})"
+        )
+    return line

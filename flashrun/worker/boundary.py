@@ -41,7 +41,7 @@ def install(runtime: Runtime) -> Callable[[], None]:
                 result = step(*args, **kwargs)
             finally:
                 inside = False
-                runtime.in_step = False
+                runtime.stepping.end()
             runtime.at_boundary()
             return result
 
@@ -56,16 +56,16 @@ def install(runtime: Runtime) -> Callable[[], None]:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             mine = inside and threading.get_ident() == main
             if closure is None:
-                if mine and not runtime.in_step:
-                    runtime.begin_step()
+                if mine and not runtime.stepping.now:
+                    runtime.stepping.begin()
                 return step(*args, **kwargs)
             if laggard.running:
                 runtime.diverged(laggard.called_back())
 
             def evaluate() -> Any:
                 loss = closure()
-                if mine and not runtime.in_step:  # nothing is changed before it knows a loss
-                    runtime.begin_step()
+                if mine and not runtime.stepping.now:  # nothing is changed before it knows a loss
+                    runtime.stepping.begin()
                 return loss
 
             laggard.in_closure = True
@@ -91,7 +91,7 @@ def install(runtime: Runtime) -> Callable[[], None]:
             result = scaled(self, target, *args, **kwargs)
         finally:
             inside = False
-            runtime.in_step = False
+            runtime.stepping.end()
         runtime.at_boundary()
         return result
 

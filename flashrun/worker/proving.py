@@ -70,6 +70,7 @@ class Proving:
             "bytes": layout.size(),
             "trees": fingerprint(layout.trees),
             "line": rt.line,
+            "splits": rt.stepping.splits,
             "settles": settles,
             "own": proof.digests(rt.own.copies(rt.boundary)),
             "confirm": confirm,

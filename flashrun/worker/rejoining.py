@@ -124,7 +124,7 @@ class Rejoining:
         if rt.has_state and rt.boundary < int(plan["target"]):
             rt.laggard.begin(plan)
             return
-        if rt.has_state and plan["receives"] and rt.half_stepped():
+        if rt.has_state and plan["receives"] and rt.stepping.has_begun():
             raise Divergence(
                 f"rank {rt.rank} waits in a collective within its optimizer's step (ZeRO, LBFGS),"
                 f" so what it has is no more the state of boundary {rt.boundary}"

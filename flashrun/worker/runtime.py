@@ -53,6 +53,7 @@ from flashrun.worker.replay.api import Divergence, Mode, Replay
 from flashrun.worker.retention import Retention
 from flashrun.worker.sealing import Copied, Sealing
 from flashrun.worker.state import Objects, State, fingerprint
+from flashrun.worker.stepping import Stepping
 from flashrun.worker.unchanged import Unchanged
 
 MARGIN = 300.0  # s beyond the machine's own deadlines that a worker waits for its word
@@ -74,7 +75,6 @@ class Runtime:
         patience: s in which a word of the machine comes, if one comes.
         has_state: the state here is that of `boundary`; False for a replacement until
             a donor has sent it.
-        in_step: an optimizer may have begun to change the state of `boundary`.
         line: names what this rank has shadowed so far (see `uneven`).
         shadowed: the last boundary ended an iteration that it shadowed.
     """
@@ -99,9 +99,6 @@ class Runtime:
         self.pending = int(environ.get(messages.GENERATION, "0"))
         self.generation = self.pending if self.mode is Mode.LIVE else self.pending - 1
         self.has_state = self.mode is Mode.LIVE
-        self.in_step = False
-        self._steps_talk = False  # collectives were issued within a step
-        self._versions: list[Any] | None = None  # of the state when the step under way began
         self.line = ""
         self.shadowed = False
         self._replaying = False  # the replay is there to be told the target
@@ -138,6 +135,7 @@ class Runtime:
         self.futures = Futures(self)
         self.arrival = Arrival(self)
         self.rejoining = Rejoining(self)
+        self.stepping = Stepping(self)
         self.proving = Proving(self)
         path = environ[messages.CHANNEL]
         said = messages.left(path, self.rank)
@@ -411,7 +409,8 @@ class Runtime:
     def issue(self, group: FlashProcessGroup, kind: str, args: tuple[Any, ...]) -> Op:
         """Log an operation and start it."""
         with self.lock:
-            self._steps_talk |= self.in_step
+            if self.stepping.now:
+                self.stepping.issues()
             counts = not KINDS[kind].point_to_point
             in_backward = torch._C._current_graph_task_id() != -1
             poisoned = self.replay.poisoned
@@ -594,18 +593,6 @@ class Runtime:
         """An outermost step of an optimizer is about to begin."""
         if not self.boundary:
             self.own.before_first_step(self.state.layout().tensors.values())
-
-    def begin_step(self) -> None:
-        """From here on an optimizer may change the state of this boundary."""
-        self.in_step = True
-        # Mostly nobody can be held within a step, and that needs not be known.
-        self._versions = self.state.versions() if self._steps_talk else None
-
-    def half_stepped(self) -> bool:
-        """Whether what is here is not the state of `boundary` any more."""
-        return self.in_step and (
-            self._versions is None or self._versions != self.state.versions()
-        )
 
     def close(self, interval: int) -> None:
         """Wait for what the script has left open in `interval`: what is in flight at a boundary

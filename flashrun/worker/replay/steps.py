@@ -17,6 +17,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from flashrun.worker.replay import kinds, standins, surroundings, unprofiled
+from flashrun.worker.replay.scalars import fill_scalars, log_scalars
 from flashrun.worker.replay.unreal import USED, is_whole
 
 if TYPE_CHECKING:
@@ -205,8 +206,9 @@ class Steps:
                     original(optimizer, None, *rest, **others)
 
             with session.quiet():
-                session.replay_region(lazy_state, lambda _: None)
+                _, ordinal = session.replay_region(lazy_state, lambda _: None)
                 self._mark_step(optimizer)
+                fill_scalars(session, ordinal, first)
             return first
         randomness = session.randomness
 
@@ -236,7 +238,9 @@ class Steps:
             value = original(optimizer, closure, *rest, **others)
         finally:
             session.depth = depth
-        session.run_region(lambda: None)  # numbered after its closures, as in the replay
+        # numbered after its closures, as in the replay
+        _, ordinal = session.run_region(lambda: None)
+        log_scalars(session, ordinal, value)
         return value
 
     def init(self, original: Callable[..., Any]) -> Callable[..., Any]:
