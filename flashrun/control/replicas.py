@@ -130,6 +130,14 @@ SPLITS = (
 )
 
 
+def amount(size: float) -> str:
+    """Bytes for people."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size:.0f} bytes"
+
+
 def promise(
     ranks: int,
     size: int,
@@ -146,7 +154,7 @@ def promise(
         peerless: rank -> what only it has.
         private: buffers that differ between ranks.
     """
-    line = f"recovery: in place, {ranks} replicas, {size / 1e9:.1f} GB each, no step lost"
+    line = f"recovery: in place, {ranks} replicas, {amount(size)} each, no step lost"
     if peerless:
         lonely = ", ".join(f"{name} on rank {rank}" for rank, name in sorted(peerless.items()))
         line += f"; but only one rank has: {lonely} (its loss restarts all)"

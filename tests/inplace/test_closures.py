@@ -4,12 +4,13 @@ returns, and what is said beforehand."""
 from __future__ import annotations
 
 import os
+import re
 from functools import cache
 
 import pytest
 import torch
 
-from flashrun.control.replicas import SPLITS, promise
+from flashrun.control.replicas import SPLITS, amount, promise
 from tests.inplace.harness import Job, Outcome, same
 from tests.inplace.test_trouble import dies_in_interval
 from tests.inplace.test_turns import dies_before_boundary
@@ -53,15 +54,15 @@ def test_the_value_that_a_step_returns(way: str, late: bool) -> None:
 @pytest.mark.parametrize(
     ("script", "arguments", "says"),
     [
-        ("closures.py", ("lbfgs", "6"), [f"2 replicas, 0.0 GB each, no step lost; but {SPLITS}"]),
-        ("closures.py", ("sgd", "6"), ["2 replicas, 0.0 GB each, no step lost"]),
+        ("closures.py", ("lbfgs", "6"), [f"2 replicas, … each, no step lost; but {SPLITS}"]),
+        ("closures.py", ("sgd", "6"), ["2 replicas, … each, no step lost"]),
         # Its collectives come before it changes anything.
-        ("own_step.py", (), ["2 replicas, 0.0 GB each, no step lost"]),
+        ("own_step.py", (), ["2 replicas, … each, no step lost"]),
         # Another optimizer at first.
         (
             "closures.py",
             ("turns", "6"),
-            ["2 replicas, 0.0 GB each, no step lost", f"but from now on {SPLITS}"],
+            ["2 replicas, … each, no step lost", f"but from now on {SPLITS}"],
         ),
     ],
     ids=["lbfgs", "sgd", "own_step", "later"],
@@ -69,9 +70,18 @@ def test_the_value_that_a_step_returns(way: str, late: bool) -> None:
 def test_what_is_promised(script: str, arguments: tuple[str, ...], says: list[str]) -> None:
     outcome = Job(script, 2, arguments, timeout=TIMEOUT).run()
     assert outcome.end == "done", outcome.output
-    assert outcome.lines == [f"recovery: in place, {text}" for text in says]
+    lines = [re.sub(r"[\d.]+ \w+ each", "… each", line) for line in outcome.lines]
+    assert lines == [f"recovery: in place, {text}" for text in says]
     found = [e for e in outcome.events if e["event"] == "recovery-class"]
     assert [e["splits"] for e in found] == [SPLITS in says[0]]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(7, "7 bytes"), (53_848, "53.8 KB"), (2_500_000, "2.5 MB"), (12e8, "1.2 GB")],
+)
+def test_bytes_for_people(size: float, text: str) -> None:
+    assert amount(size) == text
 
 
 def test_the_line_at_the_start() -> None:
