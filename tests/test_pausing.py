@@ -67,10 +67,17 @@ def states(workers: Processes) -> list[str]:
     return [psutil.Process(pid).status() for pid in sorted(workers.all())]
 
 
+def await_standstill(workers: Processes) -> None:
+    """All are stopped: the signal was sent, and takes effect when the kernel next looks at them."""
+    stopped = [psutil.STATUS_STOPPED] * 4
+    helpers.wait_until(lambda: states(workers) == stopped, "all to stand still", 20)
+
+
 def test_all_that_a_worker_has_started(worker: Processes) -> None:
     mine = psutil.Process().status()
     hold(worker)
-    assert states(worker) == [psutil.STATUS_STOPPED] * 4 and mine == psutil.STATUS_RUNNING
+    await_standstill(worker)
+    assert mine == psutil.STATUS_RUNNING
     hold(worker)  # as of the next agent
     let_go(worker)
     assert psutil.STATUS_STOPPED not in states(worker)
@@ -89,7 +96,7 @@ def test_one_that_somebody_continues_is_stopped_again(
     os.kill(worker.pids[0], signal.SIGCONT)
     assert still.timeout() is not None
     still.tick(None)
-    assert states(worker) == [psutil.STATUS_STOPPED] * 4
+    await_standstill(worker)
     still.end(None, "it is back", 2.0)
     still.tick(None)
     assert psutil.STATUS_STOPPED not in states(worker)
