@@ -134,8 +134,8 @@ def test_killed_agent_is_replaced_and_adopts(tmp_path: Path) -> None:
         assert len(job.told("ready")) == 2  # nobody was started twice
         for line in ("[default0]:before 0", "[default1]:before 1", "[default0]:after 0",
                      "[default1]:after 1"):  # fmt: skip
-            # Twice if the agent died between showing it and noting that.
-            assert job.out.count(line) in (1, 2), job.describe()
+            # Once more for each agent that died between showing it and noting that.
+            assert 1 <= job.out.count(line) <= 4, job.describe()
         assert "exitcode  : 3" in job.err
         assert "rank      : 1" in job.err
 
