@@ -7,12 +7,28 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from datetime import timedelta
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
-_making = threading.Lock()
+_making: dict[int, threading.Lock] = {}  # by port
+
+
+def client(address: str, port: int, within: timedelta, answer_s: float) -> TCPStore:
+    """A client of the TCPStore at a numeric address (a name costs a look-up). The first answer that
+    takes longer ends this one; other clients there, which the script may have, are left alone.
+
+    Args:
+        within: for the connection, and what the client itself waits for.
+        answer_s: seconds.
+    """
+    store, links = with_links(
+        lambda: TCPStore(address, port, None, False, within, wait_for_workers=False), port
+    )
+    for link in links:
+        set_deadline(link, answer_s)
+        link.close()
+    return store
 
 
 def with_links(make: Callable[[], TCPStore], port: int) -> tuple[TCPStore, list[socket.socket]]:
@@ -22,7 +38,7 @@ def with_links(make: Callable[[], TCPStore], port: int) -> tuple[TCPStore, list[
         The client and its socket, found as the one that is new: a duplicate that the caller
         closes. (A list, for another thread may connect there meanwhile without us.)
     """
-    with _making:
+    with _making.setdefault(port, threading.Lock()):
         before = links_to(port)
         store = make()
         after = links_to(port)

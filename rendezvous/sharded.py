@@ -32,7 +32,7 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from flashrun.rendezvous.connections import Connections
-from flashrun.rendezvous.links import links_to, set_deadline
+from flashrun.rendezvous.links import client
 from flashrun.rendezvous.peeking import peek
 
 FAN_OUT = 4
@@ -55,12 +55,8 @@ def _go_on() -> None:
 
 
 def connect(host: str, port: int) -> Any:
-    """A client of the shard at a numeric address (a name costs a look-up)."""
-    store = c10d.TCPStore(host, port, None, False, _CONNECT_TIMEOUT, wait_for_workers=False)
-    for link in links_to(port).values():  # this one, and none that does not go to a shard
-        set_deadline(link, _ANSWER_S)
-        link.close()
-    return store
+    """A client of the shard there."""
+    return client(host, port, _CONNECT_TIMEOUT, _ANSWER_S)
 
 
 def parent_of(position: int) -> int | None:

@@ -27,7 +27,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # p
 
 from flashrun.rendezvous.endpoint import EndpointError, join_host_port, resolve
 from flashrun.rendezvous.kv import HOST_LOST_REMEDY, KeyValue, StoreLost
-from flashrun.rendezvous.links import set_deadline, with_links
+from flashrun.rendezvous.links import client
 from flashrun.rendezvous.probe import NotAStore, probe_store
 
 __all__ = ["Cancelled", "ConnectTimeout", "NotAStore", "TorchKeyValue", "connect"]
@@ -188,17 +188,10 @@ def connect_store(
         if cancel.wait(min(_RETRY_S, timeout_s)):
             raise Cancelled(f"stopped while waiting for the rendezvous store at {where}")
 
-    def make() -> TCPStore:
-        timeout = timedelta(seconds=read_timeout_s)
-        return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
-
     try:
-        store, links = with_links(make, port)
+        store = client(address, port, timedelta(seconds=read_timeout_s), read_timeout_s)
     except RuntimeError as error:
         raise StoreLost(f"The store at {where} went away while we connected: {error}") from error
-    for link in links:
-        set_deadline(link, read_timeout_s)
-        link.close()
     return store, where
 
 

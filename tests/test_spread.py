@@ -4,19 +4,23 @@ worker is connected to."""
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from flashrun.rendezvous.links import links_to
 from flashrun.rendezvous.table import RankTable
 from flashrun.worker import spread
 from flashrun.worker.spread import INIT, Spread, Unreached, connect
 from tests.homes import seat, server, table_of
 
+WAIT = timedelta(seconds=60)
 KEYS = [f"default_pg/0//{name}{i}" for name in ("rank", "barrier:", "") for i in range(400)]
 
 
@@ -91,6 +95,27 @@ class Nodes:
         self.servers[place] = server()
         new = seat(f"other{place}", self.servers[place].port)
         self.table = self.table.with_instead(self.table.nodes[place].node, new)
+
+
+def deadlines(port: int) -> list[bytes]:
+    links = links_to(port).values()
+    found = [link.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16) for link in links]
+    for link in links:
+        link.close()
+    return sorted(found)
+
+
+def test_a_store_of_the_scripts_own_waits_as_long_as_it_likes() -> None:
+    """Opened at ``MASTER_ADDR`` before a key is first needed that has its home there."""
+    one = server()
+    before = deadlines(one.port)
+    own = dist.TCPStore("127.0.0.1", one.port, None, False, WAIT, wait_for_workers=False)
+    mine = connect("127.0.0.1", one.port)
+    found = deadlines(one.port)
+    none, limited = struct.pack("@ll", 0, 0), struct.pack("@ll", 30, 0)
+    assert found == sorted([*before, none, limited]), "only the default store's own is limited"
+    own.set("a", "1")
+    mine.set("b", "2")
 
 
 def test_a_worker_connects_to_what_it_needs() -> None:

@@ -19,11 +19,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from flashrun.rendezvous.connections import Connections
 from flashrun.rendezvous.endpoint import join_host_port
-from flashrun.rendezvous.links import links_to, set_deadline
+from flashrun.rendezvous.links import client
 from flashrun.rendezvous.table import RankTable
 
 INIT = "init/"
@@ -58,18 +57,13 @@ def connect(host: str, port: int, given_up: Callable[[], bool] = _never) -> Any:
     while True:
         try:
             socket.create_connection((host, port), timeout=_KNOCK_S).close()
-            store = c10d.TCPStore(host, port, None, False, _CONNECT, wait_for_workers=False)
-            break
+            return client(host, port, _CONNECT, _ANSWER_S)
         except TimeoutError as error:
             if time.monotonic() < end and not given_up():
                 continue
             raise _unreached(host, port, "no answer") from error
         except (OSError, RuntimeError) as error:
             raise _unreached(host, port, str(error).splitlines()[0]) from error
-    for link in links_to(port).values():
-        set_deadline(link, _ANSWER_S)
-        link.close()
-    return store
 
 
 def _unreached(host: str, port: int, why: str) -> Unreached:
