@@ -3,7 +3,6 @@ returns, and what is said beforehand."""
 
 from __future__ import annotations
 
-import os
 import re
 from functools import cache
 
@@ -12,8 +11,7 @@ import torch
 
 from flashrun.control.replicas import SPLITS, amount, promise
 from tests.inplace.harness import Job, Outcome, same
-from tests.inplace.test_trouble import dies_in_interval
-from tests.inplace.test_turns import dies_before_boundary
+from tests.inplace.test_turns import struck
 
 torch.set_num_threads(1)  # before the forks: OpenMP does not survive them
 
@@ -38,14 +36,7 @@ def undisturbed(way: str) -> Outcome:
 )  # fmt: skip
 def test_the_value_that_a_step_returns(way: str, late: bool) -> None:
     """The ranks' mean in it is the result of a collective, which the replay has not."""
-    prepare, descriptors = dies_in_interval(1, 3), []
-    if late:
-        prepare, descriptors = dies_before_boundary(1, 3)
-    try:
-        outcome = Job("closures.py", 2, (way, "6"), in_child=prepare, timeout=TIMEOUT).run()
-    finally:
-        for fd in descriptors:
-            os.close(fd)
+    outcome = struck("closures.py", 2, (way, "6"), 3, late, timeout=TIMEOUT)
     assert outcome.end == "done", (outcome.reason, outcome.lines, outcome.output)
     assert outcome.incarnations == [0, 1]
     assert not same(undisturbed(way).results, outcome.results), outcome.lines

@@ -3,7 +3,6 @@ dies after that, its replacement has them as it had."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cache
 
@@ -14,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flashrun.worker.buckets import Buckets
 from tests.inplace.harness import Job, Outcome, same
-from tests.inplace.test_trouble import dies_in_interval
-from tests.inplace.test_turns import dies_before_boundary
+from tests.inplace.test_turns import struck
 
 torch.set_num_threads(1)  # before the forks: OpenMP does not survive them
 
@@ -49,14 +47,7 @@ def undisturbed(way: str) -> Outcome:
     ],
 )
 def test_a_worker_lost(way: str, b: int, late: bool) -> None:
-    prepare, descriptors = dies_in_interval(1, b), []
-    if late:
-        prepare, descriptors = dies_before_boundary(1, b)
-    try:
-        outcome = Job("late.py", 2, (way, ROUNDS), in_child=prepare, timeout=TIMEOUT).run()
-    finally:
-        for fd in descriptors:
-            os.close(fd)
+    outcome = struck("late.py", 2, (way, ROUNDS), b, late, timeout=TIMEOUT)
     assert outcome.end == "done", (outcome.reason, outcome.lines, outcome.output)
     assert outcome.incarnations == [0, 1]
     assert not same(undisturbed(way).results, outcome.results), outcome.lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -67,13 +68,19 @@ OF_CRITIC, OF_GENERATOR = 9, 8  # boundaries; the graph lives on over those of t
 QUICK = {("fake", OF_CRITIC, True), ("fake", OF_GENERATOR, True), ("fake", OF_CRITIC, False)}
 
 
-def struck(way: str, b: int, late: bool) -> Outcome:
-    """Rank 1 dies at boundary `b`: after it, or (late) before it and after its part of it."""
+def struck(
+    script: str, ranks: int, arguments: tuple[str, ...], b: int, late: bool, **more: Any
+) -> Outcome:
+    """Rank 1 dies at boundary `b`: after it, or (late) before it and after its part of it.
+
+    Args:
+        more: as for `Job`.
+    """
     if not late:
-        return Job("turns.py", 3, (way, ROUNDS), in_child=dies_in_interval(1, b)).run()
+        return Job(script, ranks, arguments, in_child=dies_in_interval(1, b), **more).run()
     prepare, descriptors = dies_before_boundary(1, b)
     try:
-        return Job("turns.py", 3, (way, ROUNDS), in_child=prepare).run()
+        return Job(script, ranks, arguments, in_child=prepare, **more).run()
     finally:
         for fd in descriptors:
             os.close(fd)
@@ -91,7 +98,7 @@ def struck(way: str, b: int, late: bool) -> Outcome:
     ],
 )
 def test_a_worker_lost_at_a_turn(way: str, b: int, late: bool) -> None:
-    outcome = struck(way, b, late)
+    outcome = struck("turns.py", 3, (way, ROUNDS), b, late)
     assert outcome.end == "done", (outcome.reason, outcome.lines, outcome.output)
     assert outcome.incarnations == [0, 1, 0]
     assert any(f"boundary {b}" in line for line in outcome.lines), outcome.lines
@@ -102,7 +109,7 @@ def test_a_worker_lost_at_a_turn(way: str, b: int, late: bool) -> None:
 @pytest.mark.parametrize("late", [False, True], ids=["after", "before"])
 @pytest.mark.parametrize("way", REFUSED)
 def test_what_can_not_be_computed_again_restarts_all(way: str, late: bool) -> None:
-    outcome = struck(way, OF_CRITIC, late)
+    outcome = struck("turns.py", 3, (way, ROUNDS), OF_CRITIC, late)
     assert outcome.end == "restart" and REFUSED[way] in outcome.reason, outcome
 
 
@@ -110,6 +117,6 @@ def test_what_can_not_be_computed_again_restarts_all(way: str, late: bool) -> No
 @pytest.mark.parametrize("way", ["outside", "loss_first", "changed", "spectral", "collective"])
 def test_its_values_do_not_matter_in_a_step_that_is_completed(way: str) -> None:
     for late in (False, True):
-        outcome = struck(way, OF_GENERATOR, late)
+        outcome = struck("turns.py", 3, (way, ROUNDS), OF_GENERATOR, late)
         assert outcome.end == "done", (outcome.reason, outcome.lines, outcome.output)
         assert not same(undisturbed(way).results, outcome.results), outcome.lines
