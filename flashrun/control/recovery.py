@@ -314,14 +314,15 @@ class RecoveryMachine:
             if who.spawned and who.failures > self.limits.max_retries:
                 return self._give_up(rank, cause)
         reason = hopeless(self.ranks, dead, self.restart_only, self.peerless)
+        line = _losses(dead) if reason is None else ""
+        for rank, cause in dead.items():
+            event = {"event": "worker-lost", "rank": rank, "cause": cause}
+            commands.append(Log("" if commands else line, event, list(dead)))
         if reason is not None:
-            lost = [{"event": "worker-lost", "rank": rank, "cause": dead[rank]} for rank in dead]
-            return [*[Log("", event, list(dead)) for event in lost], *self.restart(reason)]
+            return commands + self.restart(reason)
         for rank, cause in dead.items():
             who = self.ranks[rank]
             self.dead[str(rank)] = cause
-            event = {"event": "worker-lost", "rank": rank, "cause": cause}
-            commands.append(Log("" if commands else _losses(dead), event, list(dead)))
             self.ranks[rank] = Rank(
                 incarnation=who.incarnation + 1,
                 state=False,

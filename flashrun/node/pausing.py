@@ -12,11 +12,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashrun.node.heartbeats import state_of
-from flashrun.node.process_tree import belonging, table
+from flashrun.node.process_tree import belonging, send, table
 from flashrun.node.worker_group import WorkerGroup
 from flashrun.observe.console import say
 
@@ -46,30 +46,22 @@ class Processes:
         return belonging(table(), lambda tag: tag in self.tags, self.pids, keep)
 
 
-def _signal(pids: Iterable[int], number: int) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except (ProcessLookupError, PermissionError):
-            continue  # gone, or another user's by now
-
-
 def hold(workers: Processes) -> None:
     """Stop all of them. (One that is inside the kernel stops before it is out of it.)"""
-    _signal(workers.pids, signal.SIGSTOP)
+    send(workers.pids, signal.SIGSTOP)
     stopped: set[int] = set()
     for _ in range(_SCANS):
         more = workers.all() - stopped
         if not more:
             return
-        _signal(more, signal.SIGSTOP)
+        send(more, signal.SIGSTOP)
         stopped |= more
 
 
 def let_go(workers: Processes) -> None:
     """Continue all of them; first what they have started, which they may wait for."""
-    _signal(workers.all() - set(workers.pids), signal.SIGCONT)
-    _signal(workers.pids, signal.SIGCONT)
+    send(workers.all() - set(workers.pids), signal.SIGCONT)
+    send(workers.pids, signal.SIGCONT)
 
 
 class Standstill:

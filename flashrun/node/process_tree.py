@@ -106,15 +106,20 @@ def children(pid: int) -> set[int]:
     return {row.pid for row in table() if row.parent == pid and not row.zombie}
 
 
-def kill(pids: Iterable[int]) -> None:
-    """SIGKILL to each; one that is gone already is fine."""
+def send(pids: Iterable[int], number: int) -> None:
+    """A signal to each; one that is gone already is fine."""
     for pid in pids:
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
         except ProcessLookupError:
             continue
         except PermissionError:
             continue  # changed its user; it is named by who waits for it
+
+
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL to each, see `send`."""
+    send(pids, signal.SIGKILL)
 
 
 def wait_until_gone(pids: Iterable[int], deadline: float) -> set[int]:

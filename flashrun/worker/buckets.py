@@ -75,11 +75,18 @@ def _told(module: DistributedDataParallel) -> Mapping[str, str]:
     return told
 
 
+def has_yet_to_rebuild(module: DistributedDataParallel) -> bool:
+    """Whether a module is to rebuild its buckets some day, which takes a backward and a forward
+    after it (nn/parallel/distributed.py:1775; never where it looks for unused parameters,
+    reducer.hpp, should_rebuild_buckets)."""
+    return not module._has_rebuilt_buckets and (
+        module.static_graph or not module.find_unused_parameters
+    )
+
+
 def _will_rebuild(module: DistributedDataParallel) -> bool:
-    """In its next forward (never where it looks for unused parameters, reducer.hpp,
-    should_rebuild_buckets)."""
-    never = module.find_unused_parameters and not module.static_graph
-    return not never and _ORDER in _told(module)
+    """In its next forward."""
+    return has_yet_to_rebuild(module) and _ORDER in _told(module)
 
 
 def _look(module: DistributedDataParallel) -> str | None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from flashrun.worker.runtime import Runtime
 
 
-
 class Stepping:
     """See the module.
 

@@ -75,7 +75,7 @@ class Gradients:
             self._of_others.add(site)
         known = self._given.setdefault(site, [])
         ids = {id(p) for p in touched}
-        if touched and all({id(p) for p in others} != ids for others in known):
+        if touched and all({id(p) for p in before} != ids for before in known):
             known.append(touched)
 
     def of_site(self, site: int, tensors: Any) -> list[torch.Tensor]:

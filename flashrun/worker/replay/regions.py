@@ -6,7 +6,6 @@ Relied on in torch 2.13: ``Tensor.backward`` ends in ``torch.autograd.backward``
 
 from __future__ import annotations
 
-import marshal
 import sys
 import weakref
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from flashrun.worker.replay import kinds, standins
 from flashrun.worker.replay.doors import fill_scalar
 from flashrun.worker.replay.gradients import Gradients, is_stood_for
 from flashrun.worker.replay.outputs import Outputs, several
-from flashrun.worker.replay.scalars import ORDINAL, item, scalars
+from flashrun.worker.replay.scalars import packed, scalars, unpacked
 from flashrun.worker.replay.served import Forwards, Served
 from flashrun.worker.replay.steps import Steps
 
@@ -29,6 +28,14 @@ if TYPE_CHECKING:
 
 _OF_BACKWARD = "gradient", "retain_graph", "create_graph", "inputs"
 _OF_GRAD = "grad_outputs", "retain_graph", "create_graph"
+
+
+def _within(context: Callable[[], Any], real: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        with context():
+            return real()
+
+    return run
 
 
 class Regions:
@@ -68,8 +75,7 @@ class Regions:
                 return self._replay_backward(real, tensors, frame, retain)
             # Before it runs: the peers may pass the boundary as soon as they have this rank's last
             # gradient, and a replacement can't compute the loss again (its weights are newer).
-            values = [item(t.detach()) for t in scalars(tensors)]
-            payload = ORDINAL.pack(session.ordinal + 1) + marshal.dumps(values)
+            payload = packed(session.ordinal + 1, scalars(tensors))
             session.append(kinds.LOSS, session.site(frame), payload)
             return session.run_region(real)[0]
 
@@ -130,26 +136,12 @@ class Regions:
                 session.unreal.mark_all(grads, "backward")
         else:
             value, _ = session.replay_region(
-                self._quiet(real),
+                _within(session.quiet, real),
                 lambda _: lambda: self.gradients.give_zeros(self.gradients.of_site(site, tensors)),
             )
         for tensor, number in zip(scalars(tensors), logged, strict=False):
             fill_scalar(session, tensor, number)
         return value
-
-    def _quiet(self, real: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            with self.session.quiet():
-                return real()
-
-        return run
-
-    def _loud(self, real: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            with self.session.loud():
-                return real()
-
-        return run
 
     def _logged_loss(self, tensors: Any, site: int, frame: Any) -> list[Any]:
         """The values that the dead worker logged before this backward; none past the log's end."""
@@ -158,20 +150,17 @@ class Regions:
         record = session.peek()
         if record is None:
             with session.quiet():
-                values = [item(t.detach()) for t in scalars(tensors)]
-            session.append(kinds.LOSS, site, ORDINAL.pack(ordinal) + marshal.dumps(values))
+                payload = packed(ordinal, scalars(tensors))
+            session.append(kinds.LOSS, site, payload)
             return []
-        if (
-            record.kind != kinds.LOSS
-            or record.site != site
-            or ORDINAL.unpack_from(record.payload)[0] != ordinal
-        ):
+        mine = record.kind == kinds.LOSS and record.site == site
+        values = unpacked(record.payload, ordinal) if mine else None
+        if values is None:
             raise session.diverged(
                 f"backward where the log has '{kinds.name(record.kind)}'", frame
             )
         session.take()
-        values = marshal.loads(record.payload[ORDINAL.size :])
-        return list(values)
+        return values
 
     def grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``torch.autograd.grad``: zeros where a skipped graph can't give anything."""
@@ -215,7 +204,7 @@ class Regions:
             or session.completes()
             or ((kind not in self._unused or self.forwards.ran()) and not is_stood_for(roots))
         ):
-            value = session.replay_region(self._loud(real), lambda _: None)[0]
+            value = session.replay_region(_within(session.loud, real), lambda _: None)[0]
             self._unused[kind] = tuple(g is None for g in value)
             return value
         unused = self._unused.get(kind, (False,) * len(inputs))

@@ -14,8 +14,8 @@ from flashrun.worker.replay.doors import fill_scalar
 if TYPE_CHECKING:
     from flashrun.worker.replay.session import Session
 
-ORDINAL = struct.Struct("<Q")
-item = torch.Tensor.item  # taken before the door is installed
+_ORDINAL = struct.Struct("<Q")
+_item = torch.Tensor.item  # taken before the door is installed
 _FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -39,12 +39,24 @@ def scalars(output: Any) -> list[torch.Tensor]:
     ]
 
 
+def packed(ordinal: int, found: list[torch.Tensor]) -> bytes:
+    """The values of `scalars` of a region, as they are logged."""
+    return _ORDINAL.pack(ordinal) + marshal.dumps([_item(t.detach()) for t in found])
+
+
+def unpacked(payload: bytes, ordinal: int) -> list[Any] | None:
+    """The values; None: they are another region's."""
+    if _ORDINAL.unpack_from(payload)[0] != ordinal:
+        return None
+    values: list[Any] = marshal.loads(payload[_ORDINAL.size :])
+    return values
+
+
 def log_scalars(session: Session, ordinal: int, output: Any) -> None:
     """Live: log those of what a region gave."""
     found = scalars(output)
     if found:
-        values = [item(t.detach()) for t in found]
-        session.append(kinds.OUT, 0, ORDINAL.pack(ordinal) + marshal.dumps(values))
+        session.append(kinds.OUT, 0, packed(ordinal, found))
 
 
 def fill_scalars(session: Session, ordinal: int, output: Any) -> None:
@@ -54,14 +66,12 @@ def fill_scalars(session: Session, ordinal: int, output: Any) -> None:
         Divergence: it had another number of them.
     """
     record = session.peek()
-    if (
-        record is None
-        or record.kind != kinds.OUT
-        or ORDINAL.unpack_from(record.payload)[0] != ordinal
-    ):
+    if record is None or record.kind != kinds.OUT:
+        return
+    values = unpacked(record.payload, ordinal)
+    if values is None:
         return
     session.take()
-    values = marshal.loads(record.payload[ORDINAL.size :])
     mine = scalars(output)
     if len(values) != len(mine):
         raise session.diverged("a forward or step returned another number of scalars than before")

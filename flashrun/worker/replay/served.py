@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from flashrun.worker.buckets import has_yet_to_rebuild
 from flashrun.worker.replay import standins
 from flashrun.worker.replay.gradients import BEHIND, Gradients
 from flashrun.worker.replay.outputs import Outputs, nodes
@@ -36,15 +37,6 @@ if TYPE_CHECKING:
 
 REAL_CALLS = 2  # of each kind of input with gradients: DDP rebuilds its buckets in the second
 _TOKEN = "flashrun"  # in the metadata of a graph's node, which live as long as that
-
-
-def _will_rebuild_buckets(module: DDP) -> bool:
-    """Whether a module has yet to rebuild its buckets, which takes a real backward and a real
-    forward after it (nn/parallel/distributed.py:1775; never where it looks for unused parameters,
-    reducer.hpp, should_rebuild_buckets)."""
-    return not module._has_rebuilt_buckets and (
-        module.static_graph or not module.find_unused_parameters
-    )
 
 
 class _Token:
@@ -162,7 +154,7 @@ class Served:
         if known.settling:
             known.settling = [
                 ref for ref in known.settling
-                if (ddp := ref()) is not None and _will_rebuild_buckets(ddp)
+                if (ddp := ref()) is not None and has_yet_to_rebuild(ddp)
             ]  # fmt: skip
         return bool(known.settling)
 

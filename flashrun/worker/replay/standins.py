@@ -11,13 +11,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from flashrun.worker.replay import surroundings
+from flashrun.worker.replay.surroundings import MODULE_KEYS, PLAIN
 
 LARGE = 1 << 20  # elements above which an output is not copied for every call
 MADE_OF = "_flashrun_made_of"  # of a kept leaf: the positions of inputs that its graph led to
 Zeros = Callable[[Any, Any, Any], torch.Tensor]  # shape, type, device -> a gradient
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_PLAIN = (int, float, str, bool, bytes, complex, type(None))
-_MODULE_KEYS = frozenset(vars(torch.nn.Module()))
 _SIZED = (list, dict, set, tuple)
 
 
@@ -55,7 +54,7 @@ def can_stand_in(output: Any) -> bool:
     """Whether later outputs of the same kind can be stood for by this one: numbers and texts in
     it are values of this call."""
     return all(
-        leaf is None or isinstance(leaf, (bool, torch.Tensor)) or not isinstance(leaf, _PLAIN)
+        leaf is None or isinstance(leaf, (bool, torch.Tensor)) or not isinstance(leaf, PLAIN)
         for leaf in pytree.tree_leaves(output)
     )
 
@@ -207,7 +206,7 @@ def _own(module: torch.nn.Module) -> list[tuple[str, Any]]:
         for m in module.modules()
         if not type(m).__module__.startswith("torch.")
         for key, value in m.__dict__.items()
-        if key not in _MODULE_KEYS
+        if key not in MODULE_KEYS
     ]
 
 
@@ -222,7 +221,7 @@ def python_values(module: torch.nn.Module) -> tuple[list[Any], list[Any]]:
     plain: list[Any] = []
     tensors: list[Any] = []
     for key, value in _own(module):
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             plain.append((key, value))
         elif isinstance(value, torch.Tensor):
             tensors.append((key, id(value), value._version))
@@ -241,7 +240,7 @@ def object_values(value: Any, depth: int = 3) -> list[Any]:
     """Plain values in reach of a dataset, for seeing whether a fetch changes them."""
     found: list[Any] = []
     for key, member in list(getattr(value, "__dict__", {}).items()):
-        if isinstance(member, _PLAIN):
+        if isinstance(member, PLAIN):
             found.append((key, member))
         elif isinstance(member, _SIZED):
             found.append((key, len(member)))

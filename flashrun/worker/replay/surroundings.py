@@ -30,8 +30,8 @@ MOST = 4000  # things that are looked at
 MEMBERS = 64  # of a container that is looked through
 LAST = 4  # members of a longer one
 LARGEST = 1 << 20  # bytes of an array whose content counts
-_PLAIN = (int, float, str, bool, bytes, complex, type(None))
-_MODULE_KEYS = frozenset(vars(torch.nn.Module()))
+PLAIN = (int, float, str, bool, bytes, complex, type(None))
+MODULE_KEYS = frozenset(vars(torch.nn.Module()))  # that every module has
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Their values change by themselves, or are nobody's business here.
 _FOREIGN = (
@@ -94,7 +94,7 @@ def _members(thing: Any) -> Iterator[Any]:
                 yield from list(vars(module).get(name, {}).values())
             if not type(module).__module__.startswith("torch."):
                 own = list(vars(module).items())
-                yield from (v for name, v in own if name not in _MODULE_KEYS)
+                yield from (v for name, v in own if name not in MODULE_KEYS)
     elif not _is_foreign(kind):
         yield from _attributes(thing)
 
@@ -157,7 +157,7 @@ def look(things: Iterable[Any]) -> list[Any]:
     for _ in range(DEEPEST):
         following: list[Any] = []
         for thing in level:
-            if isinstance(thing, _PLAIN):
+            if isinstance(thing, PLAIN):
                 found.append(thing)
                 continue
             if id(thing) in seen:
